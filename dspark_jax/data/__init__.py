@@ -1,0 +1,1 @@
+"""Prompts, chat templates, regenerated answers and the training input pipeline."""
