@@ -1,0 +1,255 @@
+"""The DSpark drafter: backbone, sequential head and confidence head, and its three decode functions.
+
+`DSparkDrafter` is the network (Linen, parameters without embedding and LM head, which are the
+target's and come as arguments). `DSparkProposer` is what decoding sees of any drafter: pure
+functions `prefill`, `propose`, `observe` over a state of its own.
+"""
+
+import dataclasses
+from typing import Any, Mapping
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dspark_jax import kv_cache
+from dspark_jax import layers
+from dspark_jax import sampling
+from dspark_jax.drafter.backbone import Backbone
+from dspark_jax.drafter.confidence_head import ConfidenceHead
+from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.sequential_head import SequentialHead
+from dspark_jax.types import Proposal
+from pallas_kernels import counter_rng
+
+
+class DSparkDrafter(nn.Module):
+  """The drafter's network. Call as `module.apply({"params": p}, ..., method="draft_hidden")`.
+
+  Draft g, 0-based, stands for position anchor + g + 1 under either slot convention, and its
+  previous token is the anchor for g = 0, else draft g - 1 (in training: label g - 1).
+  Parameters: backbone/{fc, hidden_norm, layers_{i}, norm}, markov_head (rank > 0),
+  confidence_head (when enabled).
+  """
+  config: DrafterConfig
+  dtype: Any = jnp.float32
+
+  def setup(self):
+    c = self.config
+    self.backbone = Backbone(c, self.dtype)
+    if c.markov_rank:
+      self.markov_head = SequentialHead(c, self.dtype)
+    if c.enable_confidence_head:
+      self.confidence_head = ConfidenceHead(c.confidence_stop_gradient)
+
+  def __call__(self, features_BxTxMD, anchor_positions_BxA, block_embeds_BxAxJxD,
+               prev_tokens_BxAxG):
+    """Training pass over all parts: (hidden [B, A, G, D], bias_in [.., G, r], confidence logits)."""
+    hidden_BxAxGxD = self.train_hidden(features_BxTxMD, anchor_positions_BxA, block_embeds_BxAxJxD)
+    return (hidden_BxAxGxD, self.head_inputs(hidden_BxAxGxD, prev_tokens_BxAxG),
+            self.confidence_logits(hidden_BxAxGxD, prev_tokens_BxAxG))
+
+  def encode_context(self, features_BxTxMD: jax.Array) -> jax.Array:
+    """RMSNorm(fc(features)): [B, T, M*D] -> [B, T, D]."""
+    return self.backbone.encode_context(features_BxTxMD)
+
+  def context_rows(self, context_BxTxD: jax.Array, positions_BxT: jax.Array) -> kv_cache.KVCache:
+    """Keys (after norm and RoPE) and values of context tokens for each draft layer, [B, K, T, H]."""
+    return self.backbone.context_rows(context_BxTxD, positions_BxT)
+
+  def draft_hidden(self, block_embeds_BxJxD: jax.Array, positions_BxJ: jax.Array,
+                   cache: kv_cache.KVCache, cache_lens_B: jax.Array) -> jax.Array:
+    """Serving form: one block a request over its context cache.
+
+    Args:
+      block_embeds_BxJxD: of `embed_block`, J = config.num_slots.
+      positions_BxJ: anchor position + slot.
+      cache: context rows; those at and beyond cache_lens_B are never seen.
+      cache_lens_B: int32; equals the anchor's position.
+    Returns:
+      Final-normed hidden states of the G drafts, [B, G, D].
+    """
+    return self.backbone.draft_hidden(block_embeds_BxJxD, positions_BxJ, cache, cache_lens_B)
+
+  def train_hidden(self, features_BxTxMD: jax.Array, anchor_positions_BxA: jax.Array,
+                   block_embeds_BxAxJxD: jax.Array) -> jax.Array:
+    """Training form: all anchors of a sequence at once; equals `draft_hidden` of each.
+
+    Args:
+      features_BxTxMD: of a whole sequence; an anchor's block sees rows j < anchor only.
+      anchor_positions_BxA: int32; any order, repeats allowed.
+      block_embeds_BxAxJxD: of `embed_block`.
+    Returns:
+      Final-normed hidden states of the drafts, [B, A, G, D].
+    """
+    return self.backbone.train_hidden(features_BxTxMD, anchor_positions_BxA, block_embeds_BxAxJxD)
+
+  def head_inputs(self, hidden_xGxD: jax.Array, prev_tokens_xG: jax.Array) -> jax.Array:
+    """Teacher-forced input of W2: [..., G, D] and target ids [..., G] -> [..., G, r].
+
+    Draft logits are hidden @ lm_head.T + head_inputs @ bias_weight.T. Zero-width at rank 0.
+    """
+    if not self.config.markov_rank:
+      return jnp.zeros((*prev_tokens_xG.shape, 0), self.dtype)
+    return self.markov_head.forced(hidden_xGxD, self.markov_head.embed_previous(prev_tokens_xG))
+
+  def bias_weight(self) -> jax.Array:
+    """W2 [Vd, r]; zero-width at rank 0."""
+    if not self.config.markov_rank:
+      return jnp.zeros((self.config.draft_vocab, 0), self.dtype)
+    return self.markov_head.markov_w2.astype(self.dtype)
+
+  def confidence_logits(self, hidden_xGxD: jax.Array, prev_tokens_xG: jax.Array) -> jax.Array:
+    """Raw confidence, float32 [..., G]; +inf without a confidence head."""
+    if not self.config.enable_confidence_head:
+      return jnp.full(prev_tokens_xG.shape, jnp.inf, jnp.float32)
+    embed = None
+    if self.config.confidence_head_with_markov:
+      embed = self.markov_head.embed_previous(prev_tokens_xG)
+    return self.confidence_head(hidden_xGxD, embed)
+
+  def init_carry(self, batch: int) -> jax.Array:
+    """State of the sequential head before the first draft, [B, r] (width 0 unless rnn)."""
+    if not self.config.markov_rank:
+      return jnp.zeros((batch, 0), self.dtype)
+    return self.markov_head.init_carry(batch)
+
+  def head_step(self, carry: jax.Array, hidden_k_BxD: jax.Array, prev_token_B: jax.Array):
+    """One draft in serving: (next carry, bias_in [B, r], confidence logit [B])."""
+    confidence_logit_B = self.confidence_logits(hidden_k_BxD, prev_token_B)
+    if not self.config.markov_rank:
+      return carry, jnp.zeros((prev_token_B.shape[0], 0), self.dtype), confidence_logit_B
+    embed_BxR = self.markov_head.embed_previous(prev_token_B)
+    carry, bias_in_BxR = self.markov_head.step(carry, hidden_k_BxD, embed_BxR)
+    return carry, bias_in_BxR, confidence_logit_B
+
+
+def embed_block(config: DrafterConfig, embed_VxD: jax.Array, anchors_x: jax.Array) -> jax.Array:
+  """Input of blocks: the anchor's embedding, then the mask token's: [...] -> [..., J, D]."""
+  is_anchor_J = jnp.arange(config.num_slots) == 0
+  is_anchor = is_anchor_J.reshape((1,) * anchors_x.ndim + (-1, 1))
+  mask_D = embed_VxD[config.mask_token_id].reshape((1,) * (anchors_x.ndim + 1) + (-1,))
+  return jnp.where(is_anchor, embed_VxD[anchors_x][..., None, :], mask_D)
+
+
+def init_params(config: DrafterConfig, key: jax.Array) -> Mapping[str, Any]:
+  """Returns fresh float32 parameters of DSparkDrafter."""
+  def init(key):
+    block = jnp.zeros((1, 1, config.num_slots, config.hidden_size))
+    return DSparkDrafter(config).init(
+        key, jnp.zeros((1, 1, config.num_features)), jnp.zeros((1, 1), jnp.int32), block,
+        jnp.zeros((1, 1, config.proposal_len), jnp.int32))["params"]
+  return jax.jit(init)(key)
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkProposer:
+  """The drafter as decoding sees it: three pure functions over a cache of context rows.
+
+  A block sees the context rows before its anchor's position, so `propose` needs no length, and
+  rows past the accepted ones are dead until `observe` overwrites them.
+
+  Attributes:
+    vocab_limit: ids at and beyond it (padded rows of the LM head) are never drafted.
+  """
+  config: DrafterConfig
+  dtype: Any = jnp.float32
+  vocab_limit: int | None = None
+
+  @property
+  def proposal_len(self) -> int:
+    return self.config.proposal_len
+
+  @property
+  def target_layer_ids(self) -> tuple[int, ...]:
+    return self.config.target_layer_ids
+
+  def init_state(self, batch: int, num_slots: int) -> kv_cache.KVCache:
+    """Returns an empty context; allow W slots past the longest sequence."""
+    c = self.config
+    return kv_cache.init_cache(batch, num_slots, num_layers=c.num_layers,
+                               num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=self.dtype)
+
+  def prefill(self, params, state: kv_cache.KVCache, features_BxTxMD: jax.Array,
+              lens_B: jax.Array) -> kv_cache.KVCache:
+    """Writes the prompt's context; features at and beyond lens_B are padding, their rows dead."""
+    return self.observe(params, state, features_BxTxMD, jnp.zeros_like(lens_B))
+
+  def observe(self, params, state: kv_cache.KVCache, features_BxWxMD: jax.Array,
+              starts_B: jax.Array) -> kv_cache.KVCache:
+    """Writes context rows of positions starts_B + (0..W-1).
+
+    The caller guarantees that every position from 0 to the next anchor's, exclusive, has been
+    written by a row that was accepted, and starts_B + W <= num_slots.
+    """
+    W, found = features_BxWxMD.shape[1:]
+    if found != self.config.num_features:
+      raise ValueError(f"features: found width {found}, expected {self.config.num_features} = "
+                       f"{len(self.config.target_layer_ids)} taps of "
+                       f"{self.config.target_hidden_size}")
+    if W > state.num_slots:
+      raise ValueError(f"features: found {W} rows, expected at most the cache's {state.num_slots}")
+    positions_BxW = starts_B[:, None] + jnp.arange(W)[None, :]
+    context_BxWxD = self._apply(params, "encode_context", features_BxWxMD)
+    rows = self._apply(params, "context_rows", context_BxWxD, positions_BxW)
+    return kv_cache.write_rows(state, rows, starts_B)
+
+  def propose(self, params, state: kv_cache.KVCache, anchor_B: jax.Array,
+              anchor_positions_B: jax.Array, sampling_params: sampling.SamplingParams, *,
+              embed_VxD: jax.Array, lm_head_VdxD: jax.Array,
+              draft_ids: jax.Array | None = None) -> Proposal:
+    """Drafts one full block a request.
+
+    Args:
+      params: of DSparkDrafter; give them in `dtype`, or they are cast each round.
+      state: context of at least the rows before each anchor.
+      anchor_B: int32 target ids, the last committed tokens.
+      anchor_positions_B: int32 positions of the anchors = number of tokens before them.
+      sampling_params: of the requests; the draft law is theirs.
+      embed_VxD: the target's embedding.
+      lm_head_VdxD: the target's LM head, or its rows `draft_ids`; hidden states are cast to its
+        dtype.
+      draft_ids: int32 [Vd], target ids of a reduced draft vocabulary; None = the whole.
+    """
+    c = self.config
+    self._check_vocabulary(embed_VxD, lm_head_VdxD, draft_ids)
+    block_BxJxD = embed_block(c, embed_VxD, anchor_B)
+    positions_BxJ = anchor_positions_B[:, None] + jnp.arange(c.num_slots)[None, :]
+    hidden_BxGxD = self._apply(params, "draft_hidden", block_BxJxD, positions_BxJ, state,
+                               anchor_positions_B)
+    base_logits_BxGxV = layers.linear(hidden_BxGxD.astype(lm_head_VdxD.dtype),
+                                      lm_head_VdxD).astype(jnp.float32)
+    w2_VdxR = self._apply(params, "bias_weight")
+    carry = self._apply(params, "init_carry", anchor_B.shape[0])
+    prev_token_B, drafts = anchor_B, []
+    for k in range(c.proposal_len):  # unrolled: lax.scan would copy the weights on CPU
+      carry, bias_in_BxR, confidence_logit_B = self._apply(
+          params, "head_step", carry, hidden_BxGxD[:, k], prev_token_B)
+      logits_BxV = base_logits_BxGxV[:, k]
+      if c.markov_rank:
+        logits_BxV = logits_BxV + layers.linear(bias_in_BxR, w2_VdxR).astype(jnp.float32)
+      law_BxV = sampling.law_logits(logits_BxV, sampling_params, vocab_limit=self.vocab_limit,
+                                    ids=draft_ids)
+      words = counter_rng.noise_words(sampling_params.seed, counter_rng.DRAFT,
+                                      anchor_positions_B, jnp.full_like(anchor_positions_B, k))
+      prev_token_B = sampling.sample(law_BxV, words, ids=draft_ids)
+      drafts.append((prev_token_B, law_BxV, confidence_logit_B))
+    tokens_BxG, draft_logits_BxGxV, confidence_logits_BxG = (
+        jnp.stack(parts, axis=1) for parts in zip(*drafts))
+    return Proposal(tokens_BxG=tokens_BxG, draft_logits_BxGxV=draft_logits_BxGxV,
+                    confidence_BxG=nn.sigmoid(confidence_logits_BxG),
+                    confidence_logits_BxG=confidence_logits_BxG)
+
+  def _apply(self, params, method: str, *args):
+    return DSparkDrafter(self.config, self.dtype).apply({"params": params}, *args, method=method)
+
+  def _check_vocabulary(self, embed_VxD, lm_head_VdxD, draft_ids) -> None:
+    c = self.config
+    width = c.hidden_size
+    for name, found, expected in (
+        ("embed_VxD", embed_VxD.shape, (c.vocab_size, width)),
+        ("lm_head_VdxD", lm_head_VdxD.shape, (c.draft_vocab, width)),
+        ("draft_ids", None if draft_ids is None else draft_ids.shape,
+         None if c.draft_vocab_size is None else (c.draft_vocab,))):
+      if found != expected:
+        raise ValueError(f"{name}: found shape {found}, expected {expected}")
