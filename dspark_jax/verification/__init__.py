@@ -1,0 +1,1 @@
+"""Verification: pack, verify, accept, commit."""

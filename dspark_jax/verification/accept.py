@@ -1,0 +1,97 @@
+"""Acceptance: raw target logits and a proposal -> how many drafts stand, and the token after
+them."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from dspark_jax.sampling import law_logits
+from dspark_jax.types import Verdict
+from pallas_kernels.counter_rng import COIN, RECOVER, first_argmax, noise_words, uniform
+from pallas_kernels.rejection_sampling import rejection_sampling
+from pallas_kernels.rejection_sampling.reference import count_prefix, gather_logits
+
+
+def accept(
+  target_logits_BxWxV,
+  draft_tokens_BxG,
+  *,
+  draft_logits_BxGxD,
+  verify_lens_B,
+  params,
+  anchor_positions_B,
+  draft_ids=None,
+  vocab_limit=None,
+  implementation="auto",
+):
+  """Returns the Verdict on a round's drafts; committed tokens follow the target's law exactly.
+
+  Target row j decides the token at position anchor + j + 1; its coin and its recovery noise are
+  keyed by (request seed, that position), so they are fresh for every token and independent of the
+  draft noise. A greedy row accepts drafts while they are the argmax and continues with the argmax;
+  when all rows are greedy nothing else is computed.
+
+  Args:
+    target_logits_BxWxV: raw logits of the verify pass, any float type, W <= G + 1.
+    draft_tokens_BxG: int32 target ids.
+    draft_logits_BxGxD: float32 law logits of the drafter (from `sampling.law_logits`).
+    verify_lens_B: int32 in 0..W-1, drafts to consider.
+    params: SamplingParams of [B].
+    anchor_positions_B: int32, absolute position of each request's anchor token.
+    draft_ids: int32 sorted target ids of the draft vocabulary, None = the whole vocabulary.
+    vocab_limit: static int, ids from here on are padding of the LM head and never drawn.
+    implementation: see `pallas_kernels.dispatch`.
+  """
+  num_rows, num_drafts = target_logits_BxWxV.shape[1], draft_tokens_BxG.shape[1]
+  verify_lens_B = jnp.clip(verify_lens_B, 0, min(num_drafts, num_rows - 1))
+  draft_logits_BxGxD = draft_logits_BxGxD.astype(jnp.float32)
+
+  def accept_greedy():
+    draft_logit_BxG = gather_logits(draft_logits_BxGxD, draft_tokens_BxG, draft_ids)
+    return _accept_greedy(
+      target_logits_BxWxV, draft_tokens_BxG, draft_logit_BxG, verify_lens_B, vocab_limit
+    )
+
+  def accept_sampled():
+    def words(purpose, num_positions):
+      positions_Bxn = anchor_positions_B[:, None] + 1 + jnp.arange(num_positions)[None]
+      return noise_words(params.seed, purpose, positions_Bxn, 0)
+
+    return rejection_sampling(
+      law_logits(target_logits_BxWxV, params, vocab_limit=vocab_limit),
+      draft_logits_BxGxD,
+      draft_tokens_BxG,
+      verify_lens_B=verify_lens_B,
+      coins_BxG=uniform(words(COIN, num_drafts)),
+      noise_words_BxWx2=words(RECOVER, num_rows),
+      draft_ids=draft_ids,
+      implementation=implementation,
+    )
+
+  return Verdict(*lax.cond(jnp.any(params.temperature > 0), accept_sampled, accept_greedy))
+
+
+def _accept_greedy(
+  target_logits_BxWxV, draft_tokens_BxG, draft_logit_BxG, verify_lens_B, vocab_limit
+):
+  """The all-greedy verdict from argmaxes alone; equal to the sampled path on the same rows."""
+  if vocab_limit is not None:
+    target_logits_BxWxV = target_logits_BxWxV[..., :vocab_limit]
+  best_BxW = first_argmax(target_logits_BxWxV)
+  is_law_BxW = jnp.isfinite(jnp.max(target_logits_BxWxV, axis=-1))
+  num_drafts = min(draft_tokens_BxG.shape[1], best_BxW.shape[1] - 1)
+  draft_logit_BxG = draft_logit_BxG[:, :num_drafts]
+  is_match_BxG = (
+    (draft_tokens_BxG[:, :num_drafts] == best_BxW[:, :num_drafts])
+    & is_law_BxW[:, :num_drafts]
+    & jnp.isfinite(draft_logit_BxG)
+  )
+  num_accepted_B = count_prefix(is_match_BxG, verify_lens_B)
+  row_Bx1 = num_accepted_B[:, None]
+  next_token_B = jnp.take_along_axis(best_BxW, row_Bx1, axis=1)[:, 0]
+  is_valid_B = jnp.take_along_axis(is_law_BxW, row_Bx1, axis=1)[:, 0]
+  if num_drafts:
+    # A broken draft row is NaN throughout (see `law_logits`), so its token's entry shows it.
+    draft_row_Bx1 = jnp.minimum(row_Bx1, num_drafts - 1)
+    draft_B = jnp.take_along_axis(draft_logit_BxG, draft_row_Bx1, axis=1)[:, 0]
+    is_valid_B &= (num_accepted_B == verify_lens_B) | ~(jnp.isnan(draft_B) | (draft_B == jnp.inf))
+  return num_accepted_B, next_token_B, is_valid_B
