@@ -29,6 +29,10 @@ _SLOTS = {
     "a noisy neighbour", "a missed deadline", "a charity run", "a wedding", "a parents' evening",
     "a late parcel", "a new puppy", "a rent increase", "a farewell lunch", "a conference talk",
     "a dentist appointment", "a study group", "a garden party", "a double-booked meeting room"),
+  "gathering": (
+    "a school reunion", "a birthday party", "a product launch", "a charity run", "a wedding",
+    "a farewell lunch", "a garden party", "a book fair", "a summer camp", "a quiz night",
+    "a street market", "a hackathon", "a family holiday", "an open day", "a choir weekend"),
   "thing": (
     "a lost key", "an old map", "a letter that arrives too late", "the last tram of the night",
     "a garden that blooms in winter", "a violin without strings", "two rival bakers", "a paper boat",
@@ -92,12 +96,12 @@ _WRITING = (
   "Write an email to {recipient} about {event}. Keep it under {words} words.",
   "Draft a polite message to {recipient} asking for help with {event}.",
   "Write the opening paragraph of a {mood} novel in which {name} finds {thing}.",
-  "Write a speech of {words} words for {event}.", "Write a {mood} product description for {thing}.",
+  "Write a speech of {words} words for {gathering}.", "Write a {mood} product description for {thing}.",
   "Compose a {form} in which {role} meets {role}.", "Write a cover letter for a job as {role}.",
   "Write a review of a restaurant in {place} that serves {dish}.",
   "Write a blog post of about {words} words on {topic} for {audience}. Use a {mood} tone and end with a question.",
   "Write an apology to {recipient} because of {event}, and offer a remedy.",
-  "Write a {mood} toast for {name} at {event}.", "Describe {place} at dawn {style}.",
+  "Write a {mood} toast for {name} at {gathering}.", "Describe {place} at dawn {style}.",
   "Write a story that begins with the words: '{name} had never believed in {thing}.' It should be {mood}.",
   "Write an essay on whether {topic} should be taught at school. Give arguments on both sides and a conclusion.",
   "Write a letter from {name} to {name}, sent from {place}, that mentions {thing}.",
@@ -173,6 +177,53 @@ _WISHES = (
   "Keep the answer under {words} words.", "Use headings.", "End with one question for me.",
   "Please avoid clichés.", "Give sources I could look for.", "Use at most {n} sentences.",
   "Write {style}.", "Finish with a one-line summary.", "Bold the key terms.", "Use British spelling.")
+
+
+# Longer requests: a situation, what is known, what is wanted, each in sentences of their own.
+_SITUATIONS = (
+  "I am organising {gathering} for about {words} people in {place}, and I have {n} weeks left.",
+  "My friend {name} is moving to {place} next month and asked me for help.",
+  "I run a small shop in {place}, and for {n} months the number of customers has been falling.",
+  "I teach a class of {n} adults who want to understand {topic}, but they have very different backgrounds.",
+  "Our team of {n} has to decide between two offers, and the discussion keeps going in circles.",
+  "I am writing a {mood} story about {thing}, set in {place}.",
+  "As a first-time manager I have to tell {name} that the work is not good enough.",
+  "I want to change my habits this year, mainly when it comes to {topic}.",
+  "For a podcast I am preparing an episode on {topic} and {topic}.",
+  "My neighbour {name} plays loud music until midnight, {n} nights a week.")
+_DETAILS = (
+  "The budget is small, about ${words} in all.", "So far I have only a rough idea and a few notes.",
+  "{name}, who did this last year, says that the hardest part is getting started.",
+  "Some people involved care a lot about {topic}, others not at all.",
+  "I have already tried the obvious things, such as asking friends and reading two books.",
+  "The weather in {place} at that time of the year is hard to predict.",
+  "I am not good at saying no, which has caused trouble with {event} before.",
+  "There is a rule that nothing may be changed in the last {n} days.",
+  "What worries me most is that {name} might be offended.",
+  "Whatever we choose has to work for {audience} as well.",
+  "I can spend about {n} hours a week on it.", "A similar attempt in {place} failed after {n} months.",
+  "In the background there is also the matter of {event}.")
+_DEMANDS = (
+  "Please give me a plan with {n} steps and say what could go wrong with each.",
+  "What would you do in my place? Give {n} options, with one strong and one weak point of each.",
+  "Write the message I should send to {name}, in a {mood} tone.",
+  "First list the questions I should answer for myself, then suggest an order.",
+  "Draft an outline with headings, and write the first paragraph in full.",
+  "Explain the trade-offs to me {style}.", "Make a table of tasks, people and deadlines.",
+  "Play the part of {role} and give me your frank opinion.",
+  "Write a short scene in which {name} and {name} talk this through.",
+  "Name the {n} most important points and leave out everything else.")
+
+
+def make_scenario(rng):
+  """Draws a longer request of several sentences: (text, key, follow_up or None)."""
+  details = rng.sample(_DETAILS, rng.randint(2, 6))
+  demands = rng.sample(_DEMANDS, rng.randint(1, 2))
+  parts = [pick(rng, _SITUATIONS), *details, *demands]
+  if rng.random() < 0.4:
+    parts.append(pick(rng, _WISHES))
+  text = " ".join(fill(rng, part, _SLOTS) for part in parts)
+  return text, None, pick(rng, _CHAT_FOLLOW_UPS) if rng.random() < 0.15 else None
 
 
 def _make_from(templates):

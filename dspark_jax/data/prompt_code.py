@@ -1,5 +1,6 @@
 """Programming prompts: Python stubs with computed examples, requests, reviews, SQL and shell."""
 
+from dspark_jax.data.prompt_functions import FUNCTIONS
 from dspark_jax.data.prompt_slots import fill, pick
 
 # Pipelines over a list of integers: keep some, change each, reduce. The examples in the docstrings
@@ -235,36 +236,41 @@ def _word_spec(rng):
   return name, "list[str]", reduce_[1], what, run, example
 
 
-def _render_stub(rng, spec):
+def _render_pipeline_stub(rng, spec):
   name, arg_type, return_type, what, run, example = spec
   arg = pick(rng, _NUMBER_ARGS if arg_type == "list[int]" else ("words", "tokens", "names", "terms"))
-  doc = f"Return {what}."
-  lines = [f"def {name}({arg}: {arg_type}) -> {return_type}:", f'    """{doc}', ""]
+  return _render_stub(rng, name, f"{arg}: {arg_type}", return_type, f"Return {what}.",
+                      run, lambda _: (example(),))
+
+
+def _render_stub(rng, name, parameters, return_type, doc, run, draw_args):
+  lines = [f"def {name}({parameters}) -> {return_type}:", f'    """{doc}', ""]
   for _ in range(rng.randint(1, 3)):
-    values = example()
-    lines += [f"    >>> {name}({values!r})", f"    {run(values)!r}"]
+    args = draw_args(rng)
+    lines += [f"    >>> {name}({', '.join(map(repr, args))})", f"    {run(*args)!r}"]
   return "\n".join(lines + ['    """'])
 
 
 def make_code(rng):
   """Draws one programming prompt: (text, key, follow_up or None)."""
   kind = rng.random()
-  if kind < 0.42:
+  if kind < 0.20:
+    function = pick(rng, FUNCTIONS)
+    return _lead_stub(rng, _render_stub(rng, *function)), function[0], _code_follow_up(rng)
+  if kind < 0.50:
     spec = _number_spec(rng) if rng.random() < 0.6 else _word_spec(rng)
     if rng.random() < 0.62:
-      stub = _render_stub(rng, spec)
-      lead = pick(rng, _STUB_LEADS)
-      text = pick(rng, (f"{lead}\n```python\n{stub}\n```", f"{lead}\n\n{stub}\n"))
+      text = _lead_stub(rng, _render_pipeline_stub(rng, spec))
     else:
       text = pick(rng, _REQUEST_LEADS).format(name=spec[0], arg="items", what=spec[3])
     return text, spec[0], _code_follow_up(rng)
   numbers = {"n": str(rng.randint(2, 20))}
-  if kind < 0.68:
+  if kind < 0.72:
     task = pick(rng, _TASKS)
     lead, language = pick(rng, _TASK_LEADS), pick(rng, _LANGUAGES)
     text = lead.format(language=language, task=task.format(**numbers))
     return text, f"{task} {language}", _code_follow_up(rng)
-  if kind < 0.80:
+  if kind < 0.82:
     code = pick(rng, _BUGGY)[0].format(a=pick(rng, _NUMBER_ARGS))
     text = pick(rng, _BUG_LEADS).format(code=code, job=pick(rng, _JOBS), **numbers)
     return text, None, _code_follow_up(rng)
@@ -274,6 +280,11 @@ def make_code(rng):
       table=table, columns=columns, column=pick(rng, columns.split(", ")), **numbers)
     return text, None, None
   return fill(rng, pick(rng, _SHELL), {"n": (numbers["n"],), "ext": _EXTENSIONS}), None, None
+
+
+def _lead_stub(rng, stub):
+  lead = pick(rng, _STUB_LEADS)
+  return pick(rng, (f"{lead}\n```python\n{stub}\n```", f"{lead}\n\n{stub}\n", f"{stub}\n"))
 
 
 def _code_follow_up(rng):

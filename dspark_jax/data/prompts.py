@@ -18,8 +18,10 @@ _DOMAINS = {
   "writing": (4, prompt_chat.make_writing),
   "dialogue": (2, prompt_chat.make_dialogue),
   "text_task": (2, prompt_chat.make_text_task),
+  "scenario": (2, prompt_chat.make_scenario),
 }
-_CHAT_DOMAINS = ("explanation", "list", "writing", "dialogue", "knowledge", "text_task", "reasoning")
+_CHAT_DOMAINS = ("explanation", "list", "writing", "dialogue", "knowledge", "text_task",
+                 "scenario", "reasoning")
 _HELD_OUT_ONE_IN = 50
 _MAX_MISSES = 3000  # draws without a new prompt after which a domain counts as used up
 
