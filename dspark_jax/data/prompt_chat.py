@@ -11,7 +11,8 @@ _SLOTS = {
     "a journalist on deadline", "a sceptical friend", "a new colleague", "a visitor to a museum",
     "an expert in another field", "a group of pensioners", "a policy maker", "a poet"),
   "style": (
-    "in plain words", "with an everyday comparison", "in three short paragraphs", "in one paragraph",
+    "in plain words", "with an everyday comparison", "in three short paragraphs",
+    "in one paragraph",
     "as a list of key points", "with one concrete example", "without jargon", "in two sentences",
     "as a short dialogue", "with a small table", "and say what is still unknown",
     "starting from a common misunderstanding", "as if it were a cooking recipe"),
@@ -24,7 +25,8 @@ _SLOTS = {
   "mood": ("cheerful", "melancholy", "suspenseful", "humorous", "hopeful", "dry", "dreamy", "tense",
            "formal", "warm", "ironic", "nostalgic"),
   "event": (
-    "a school reunion", "a delayed flight", "a birthday party", "a product launch", "a team offsite",
+    "a school reunion", "a delayed flight", "a birthday party", "a product launch",
+    "a team offsite",
     "a broken washing machine", "a lost suitcase", "an overdue library book", "a job application",
     "a noisy neighbour", "a missed deadline", "a charity run", "a wedding", "a parents' evening",
     "a late parcel", "a new puppy", "a rent increase", "a farewell lunch", "a conference talk",
@@ -35,7 +37,8 @@ _SLOTS = {
     "a street market", "a hackathon", "a family holiday", "an open day", "a choir weekend"),
   "thing": (
     "a lost key", "an old map", "a letter that arrives too late", "the last tram of the night",
-    "a garden that blooms in winter", "a violin without strings", "two rival bakers", "a paper boat",
+    "a garden that blooms in winter", "a violin without strings", "two rival bakers",
+    "a paper boat",
     "a town where nobody sleeps", "the first snow", "a broken compass", "an empty theatre",
     "a bridge between two villages", "a clock that runs backwards", "a stray dog", "a red umbrella",
     "a message in a bottle", "the smell of rain", "a borrowed coat", "a lantern in the fog"),
@@ -54,8 +57,10 @@ _SLOTS = {
 _EXPLAIN = (
   "Explain {topic} to {audience}.", "Explain {topic} {style}.", "What is meant by {topic}?",
   "Can you explain {topic} to {audience} {style}?", "Why does {topic} matter today?",
-  "Give me a short introduction to {topic}, {style}.", "I never understood {topic}. Explain it {style}.",
-  "What are the most common misconceptions about {topic}?", "How would you teach {topic} to {audience}?",
+  "Give me a short introduction to {topic}, {style}.",
+  "I never understood {topic}. Explain it {style}.",
+  "What are the most common misconceptions about {topic}?",
+  "How would you teach {topic} to {audience}?",
   "Summarise what is known about {topic} in about {words} words.",
   "Compare {topic} and {topic}: what do they share, and where do they differ?",
   "What are the advantages and drawbacks of {topic}?", "What connects {topic} with {topic}?",
@@ -65,13 +70,16 @@ _EXPLAIN = (
   "Make an analogy between {topic} and {event}, then say where it breaks down.",
 )
 _LIST = (
-  "List {n} facts about {topic}.", "Give me {n} ideas for {event}.", "Name {n} books or films about {topic}.",
+  "List {n} facts about {topic}.", "Give me {n} ideas for {event}.",
+  "Name {n} books or films about {topic}.",
   "Make a packing list for {n} days in {place}.", "Plan a {n}-day trip to {place} for {audience}.",
-  "Suggest {n} {diet} dinners, with the main ingredients of each.", "Give me a {diet} recipe for {dish}.",
+  "Suggest {n} {diet} dinners, with the main ingredients of each.",
+  "Give me a {diet} recipe for {dish}.",
   "How do I cook {dish} for {n} people? List the ingredients and the steps.",
   "Write a checklist for {event}.", "What are {n} things to see in {place} on a rainy day?",
   "Give {n} tips on {topic} for {audience}.", "Outline a {n}-week plan to learn about {topic}.",
-  "List {n} pros and {n} cons of {topic}, as bullet points.", "Suggest {n} names for a shop that sells things for {event}.",
+  "List {n} pros and {n} cons of {topic}, as bullet points.",
+  "Suggest {n} names for a shop that sells things for {event}.",
   "Create a table with {n} rows on {topic}: one column for the point, one for an example.",
   "Rank {n} activities in {place} from cheapest to dearest.",
   "Draw up an agenda of {n} points for a meeting about {event}.",
@@ -80,11 +88,13 @@ _LIST = (
 )
 _DIALOGUE = (
   "You are {role}. Introduce yourself and ask me about {event}.",
-  "Pretend to be {role} and explain {topic} to me.", "Write a dialogue between {role} and {role} about {topic}.",
+  "Pretend to be {role} and explain {topic} to me.",
+  "Write a dialogue between {role} and {role} about {topic}.",
   "Act as {role}. I have a question about {event}: where do I start?",
   "Let us role-play: you are {role} in {place}, and I have just arrived. Greet me.",
   "Write a phone call in which {name} tells {name} about {event}. Keep it {mood}.",
-  "As {role}, give {name} some advice on {topic}.", "Interview {role} about {topic}. Use {n} questions.",
+  "As {role}, give {name} some advice on {topic}.",
+  "Interview {role} about {topic}. Use {n} questions.",
   "Write a {mood} chat between {name} and {role}, who meet in {place}.",
   "Hi! I am {name}. I feel nervous because of {event}. Can you help me calm down?",
   "Hello, can we talk about {topic}? I only have a few minutes.",
@@ -96,14 +106,18 @@ _WRITING = (
   "Write an email to {recipient} about {event}. Keep it under {words} words.",
   "Draft a polite message to {recipient} asking for help with {event}.",
   "Write the opening paragraph of a {mood} novel in which {name} finds {thing}.",
-  "Write a speech of {words} words for {gathering}.", "Write a {mood} product description for {thing}.",
+  "Write a speech of {words} words for {gathering}.",
+  "Write a {mood} product description for {thing}.",
   "Compose a {form} in which {role} meets {role}.", "Write a cover letter for a job as {role}.",
   "Write a review of a restaurant in {place} that serves {dish}.",
-  "Write a blog post of about {words} words on {topic} for {audience}. Use a {mood} tone and end with a question.",
+  "Write a blog post of about {words} words on {topic} for {audience}. Use a {mood} tone and end "
+  "with a question.",
   "Write an apology to {recipient} because of {event}, and offer a remedy.",
   "Write a {mood} toast for {name} at {gathering}.", "Describe {place} at dawn {style}.",
-  "Write a story that begins with the words: '{name} had never believed in {thing}.' It should be {mood}.",
-  "Write an essay on whether {topic} should be taught at school. Give arguments on both sides and a conclusion.",
+  "Write a story that begins with the words: '{name} had never believed in {thing}.' It should be "
+  "{mood}.",
+  "Write an essay on whether {topic} should be taught at school. Give arguments on both sides and "
+  "a conclusion.",
   "Write a letter from {name} to {name}, sent from {place}, that mentions {thing}.",
 )
 _KNOWLEDGE = (
@@ -117,66 +131,93 @@ _KNOWLEDGE = (
   "How do I get started with {topic}?", "What is a good argument against {topic}?",
   "In the field of {field}, what are {n} key terms? Define each in one line.",
   "Which careers deal with {topic}, and what does one study for them?",
-  "Imagine {name} asks you over dinner: what is the point of {topic}? Answer in about {words} words.",
+  "Imagine {name} asks you over dinner: what is the point of {topic}? Answer in about {words} "
+  "words.",
 )
 
 # Sentences for short texts that the prompt then asks to work on: first, middle, last.
 _TEXTS = (
-  (("The town of {place} opened a new {spot} on {day}.", "After {n} years of delay, {place} has its {spot}."),
-   ("It cost {cost} million and was paid for by local taxes.", "{name}, who led the work, called it a small miracle.",
+  (("The town of {place} opened a new {spot} on {day}.",
+    "After {n} years of delay, {place} has its {spot}."),
+   ("It cost {cost} million and was paid for by local taxes.",
+    "{name}, who led the work, called it a small miracle.",
     "Shop owners nearby hope for more visitors.", "Some residents complain about the noise.",
     "Entry is free for children under {n}.", "About {count} people came on the first day."),
    ("A second one is planned for next year.", "The council will review the costs in {month}.",
     "Critics say that the money was needed elsewhere.")),
-  (("Hi team, a few notes from the meeting on {day}.", "Dear all, here is what we agreed on {day}."),
+  (("Hi team, a few notes from the meeting on {day}.",
+    "Dear all, here is what we agreed on {day}."),
    ("{name} will send the figures by {day}.", "The budget for {spot} stays at {cost} thousand.",
     "We still need someone to book the room.", "The client asked for {n} changes to the design.",
     "{name} is on leave until {month}.", "Please do not share the draft outside the team."),
    ("Next meeting: {day} at {n} o'clock.", "Questions go to {name}.", "Thanks, {name}")),
-  (("I bought this {item} in {month} and have used it every day.", "My {item} arrived {n} days late."),
-   ("The battery lasts about {n} hours.", "It is lighter than I expected.", "The instructions were hard to follow.",
-    "Support answered within {n} minutes and was friendly.", "After a few weeks one button stopped working.",
+  (("I bought this {item} in {month} and have used it every day.",
+    "My {item} arrived {n} days late."),
+   ("The battery lasts about {n} hours.", "It is lighter than I expected.",
+    "The instructions were hard to follow.",
+    "Support answered within {n} minutes and was friendly.",
+    "After a few weeks one button stopped working.",
     "For {cost} dollars I had hoped for more."),
    ("I would buy it again.", "I am sending it back.", "All in all it does its job, no more.")),
-  (("Bees find their way by the sun.", "Rivers carry more than water.", "Bread is older than writing.",
+  (("Bees find their way by the sun.", "Rivers carry more than water.",
+    "Bread is older than writing.",
     "Many cities sink a little every year."),
-   ("Researchers in {place} followed {count} cases for {n} years.", "The effect is small, but it adds up.",
-    "{name}, who was not part of the study, finds it convincing.", "Earlier work had suggested the opposite.",
+   ("Researchers in {place} followed {count} cases for {n} years.",
+    "The effect is small, but it adds up.",
+    "{name}, who was not part of the study, finds it convincing.",
+    "Earlier work had suggested the opposite.",
     "Weather explains only part of it.", "The data are public since {month}."),
-   ("More work is under way.", "What it means for daily life is unclear.", "The method may help elsewhere too.")),
+   ("More work is under way.", "What it means for daily life is unclear.",
+    "The method may help elsewhere too.")),
 )
 _TEXT_SLOTS = {
   "name": NAMES, "place": PLACES, "n": tuple(str(i) for i in range(2, 13)),
   "day": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"),
   "month": ("January", "March", "April", "June", "August", "September", "October", "December"),
-  "cost": ("12", "18", "25", "40", "55", "75", "90"), "count": ("140", "260", "900", "1,200", "3,500"),
-  "spot": ("swimming pool", "tram line", "library", "market hall", "bicycle bridge", "science museum"),
-  "item": ("vacuum cleaner", "phone", "tent", "coffee grinder", "keyboard", "lamp", "rain jacket", "camera")}
+  "cost": ("12", "18", "25", "40", "55", "75", "90"),
+  "count": ("140", "260", "900", "1,200", "3,500"),
+  "spot": ("swimming pool", "tram line", "library", "market hall", "bicycle bridge",
+           "science museum"),
+  "item": ("vacuum cleaner", "phone", "tent", "coffee grinder", "keyboard", "lamp", "rain jacket",
+           "camera")}
 _TEXT_TASKS = (
   "Summarise this text in one sentence:", "Rewrite the following in a formal tone:",
-  "List all names, places and numbers in this text as JSON:", "Is the mood of this text positive, negative or mixed? Explain.",
+  "List all names, places and numbers in this text as JSON:",
+  "Is the mood of this text positive, negative or mixed? Explain.",
   "Turn this into bullet points:", "Write a headline for this text:", "Translate this into French:",
   "Rewrite this so that a child can follow it:", "What questions does this text leave open?",
-  "Shorten this to half its length:", "Put the following text into the past tense:", "Correct the style, keep the facts:",
-  "Write a reply to this:", "Which sentence is the most important one, and why?", "Translate this into Spanish and explain two of the words:",
-  "Classify the text as news, email, review or essay, and justify the choice:", "Extract the dates and what happens on them:",
-  "Rewrite the text as a conversation between two people:", "Give this text a more surprising ending:",
+  "Shorten this to half its length:", "Put the following text into the past tense:",
+  "Correct the style, keep the facts:",
+  "Write a reply to this:", "Which sentence is the most important one, and why?",
+  "Translate this into Spanish and explain two of the words:",
+  "Classify the text as news, email, review or essay, and justify the choice:",
+  "Extract the dates and what happens on them:",
+  "Rewrite the text as a conversation between two people:",
+  "Give this text a more surprising ending:",
 )
 _CHAT_FOLLOW_UPS = (
   "Now make it half as long.", "Rewrite that as a list.", "Can you give one more example?",
-  "Say it again in simpler words.", "What would a critic say to that?", "Now turn it into a short poem.",
-  "Translate your answer into German.", "Why did you choose that?", "Add a title and a closing line.",
-  "Which of these points matters most?", "Make the tone more formal.", "And what is the counter-argument?")
+  "Say it again in simpler words.", "What would a critic say to that?",
+  "Now turn it into a short poem.",
+  "Translate your answer into German.", "Why did you choose that?",
+  "Add a title and a closing line.",
+  "Which of these points matters most?", "Make the tone more formal.",
+  "And what is the counter-argument?")
 
 _CONTEXTS = (
-  "I work as {role} and do not have much time.", "I live in {place} and English is not my first language.",
-  "This is for {event}, so it should sound {mood}.", "I have to present this to {audience} on Friday.",
-  "I already know the basics, so please go deeper.", "{name} asked me for this and I do not know where to begin.",
-  "Please be honest where things are disputed.", "I tried to find this in books, but they were too technical.")
+  "I work as {role} and do not have much time.",
+  "I live in {place} and English is not my first language.",
+  "This is for {event}, so it should sound {mood}.",
+  "I have to present this to {audience} on Friday.",
+  "I already know the basics, so please go deeper.",
+  "{name} asked me for this and I do not know where to begin.",
+  "Please be honest where things are disputed.",
+  "I tried to find this in books, but they were too technical.")
 _WISHES = (
   "Keep the answer under {words} words.", "Use headings.", "End with one question for me.",
   "Please avoid clichés.", "Give sources I could look for.", "Use at most {n} sentences.",
-  "Write {style}.", "Finish with a one-line summary.", "Bold the key terms.", "Use British spelling.")
+  "Write {style}.", "Finish with a one-line summary.", "Bold the key terms.",
+  "Use British spelling.")
 
 
 # Longer requests: a situation, what is known, what is wanted, each in sentences of their own.
@@ -184,7 +225,8 @@ _SITUATIONS = (
   "I am organising {gathering} for about {words} people in {place}, and I have {n} weeks left.",
   "My friend {name} is moving to {place} next month and asked me for help.",
   "I run a small shop in {place}, and for {n} months the number of customers has been falling.",
-  "I teach a class of {n} adults who want to understand {topic}, but they have very different backgrounds.",
+  "I teach a class of {n} adults who want to understand {topic}, but they have very different "
+  "backgrounds.",
   "Our team of {n} has to decide between two offers, and the discussion keeps going in circles.",
   "I am writing a {mood} story about {thing}, set in {place}.",
   "As a first-time manager I have to tell {name} that the work is not good enough.",
@@ -201,7 +243,8 @@ _DETAILS = (
   "There is a rule that nothing may be changed in the last {n} days.",
   "What worries me most is that {name} might be offended.",
   "Whatever we choose has to work for {audience} as well.",
-  "I can spend about {n} hours a week on it.", "A similar attempt in {place} failed after {n} months.",
+  "I can spend about {n} hours a week on it.",
+  "A similar attempt in {place} failed after {n} months.",
   "In the background there is also the matter of {event}.")
 _DEMANDS = (
   "Please give me a plan with {n} steps and say what could go wrong with each.",

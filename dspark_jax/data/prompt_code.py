@@ -40,14 +40,16 @@ _REDUCE = (
    lambda r: list(dict.fromkeys(r))),
   ("running_sums_of", "list[int]", "the list of running sums over",
    lambda r: [sum(r[:i + 1]) for i in range(len(r))]),
-  ("range_of", "int", "the difference between the largest and the smallest (0 if fewer than two) of",
+  ("range_of", "int",
+   "the difference between the largest and the smallest (0 if fewer than two) of",
    lambda r: max(r) - min(r) if len(r) > 1 else 0),
   ("reversed_list_of", "list[int]", "a list in reverse order of", lambda r: r[::-1]),
   ("has_any_of", "bool", "whether the list has at least one among", lambda r: bool(r)),
   ("product_of", "int", "the product (1 when there is none) of", lambda r: _product(r)),
 )
 
-_WORDS = ("apple", "river", "Level", "noon", "stone", "Kayak", "bridge", "Zebra", "echo", "umbrella",
+_WORDS = ("apple", "river", "Level", "noon", "stone", "Kayak", "bridge", "Zebra", "echo",
+          "umbrella",
           "radar", "tree", "Ocean", "lamp", "igloo", "moss", "Civic", "thunder", "ant", "queue")
 _WORD_KEEP = (
   ("vowel_start", "the words that start with a vowel", lambda w: w[0].lower() in "aeiou"),
@@ -129,7 +131,8 @@ _TASKS = (
   "prints a calendar for a given month", "computes compound interest over {n} years",
   "evaluates an expression in reverse Polish notation", "implements a least-recently-used cache",
 )
-_LANGUAGES = ("Python", "JavaScript", "Java", "C", "Go", "Rust", "C++", "TypeScript", "Ruby", "Bash")
+_LANGUAGES = ("Python", "JavaScript", "Java", "C", "Go", "Rust", "C++", "TypeScript", "Ruby",
+              "Bash")
 _TASK_LEADS = (
   "Write a {language} program that {task}.",
   "Write a {language} function that {task}. Handle empty input.",
@@ -141,15 +144,19 @@ _TASK_LEADS = (
 
 # Each snippet has one real defect, named in the second entry for the reader of this file.
 _BUGGY = (
-  ("def mean({a}):\n    total = 0\n    for v in {a}:\n        total += v\n    return total / len({a})",
+  ("def mean({a}):\n    total = 0\n    for v in {a}:\n        total += v\n    "
+   "return total / len({a})",
    "empty list"),
   ("def last({a}):\n    return {a}[len({a})]", "index past the end"),
   ("def add_item(item, {a}=[]):\n    {a}.append(item)\n    return {a}", "mutable default"),
-  ("def drop_zeros({a}):\n    for v in {a}:\n        if v == 0:\n            {a}.remove(v)\n    return {a}",
+  ("def drop_zeros({a}):\n    for v in {a}:\n        if v == 0:\n            {a}.remove(v)\n"
+   "    return {a}",
    "changes the list while walking it"),
-  ("def is_even(n):\n    if n % 2 = 0:\n        return True\n    return False", "assignment in test"),
+  ("def is_even(n):\n    if n % 2 = 0:\n        return True\n    return False",
+   "assignment in test"),
   ("def count_up(n):\n    i = 0\n    while i < n:\n        print(i)", "endless loop"),
-  ("def biggest({a}):\n    best = 0\n    for v in {a}:\n        if v > best:\n            best = v\n    return best",
+  ("def biggest({a}):\n    best = 0\n    for v in {a}:\n        if v > best:\n            "
+   "best = v\n    return best",
    "all negative"),
   ("def factorial(n):\n    return n * factorial(n - 1)", "no base case"),
   ("def greet(name):\n    print('Hello, ' + name + 1)", "adds int to str"),
@@ -165,7 +172,8 @@ _BUG_LEADS = (
   "Find the bug and show a corrected version:\n```python\n{code}\n```",
   "Review the following function as if you were a senior {job}.\n\n```python\n{code}\n```",
   "Explain line by line what this does, and when it fails:\n\n```python\n{code}\n```",
-  "My colleague, a {job}, wrote this. Rewrite it more clearly and add type hints.\n```python\n{code}\n```",
+  "My colleague, a {job}, wrote this. Rewrite it more clearly and add type hints.\n"
+  "```python\n{code}\n```",
   "Write {n} unit tests that would reveal problems in this code:\n```python\n{code}\n```",
 )
 _JOBS = ("engineer", "teacher", "data analyst", "tester", "site reliability engineer", "student")
@@ -175,25 +183,30 @@ _TABLES = (
   ("books", "title, author, year, price"), ("visits", "user_id, page, seconds, visited_at"),
   ("flights", "origin, destination, departs_at, delay_minutes"), ("pupils", "name, class, score"),
   ("products", "sku, category, price, stock"), ("songs", "title, artist, length_seconds, plays"),
-  ("sensors", "device, measured_at, temperature"), ("tickets", "agent, status, opened_at, closed_at"),
+  ("sensors", "device, measured_at, temperature"),
+  ("tickets", "agent, status, opened_at, closed_at"),
 )
 _SQL_LEADS = (
   "Given a table {table}({columns}), write an SQL query that lists the top {n} rows by {column}.",
   "Table: {table}({columns}). Write SQL to count the rows for each {column}, most frequent first.",
   "How do I delete duplicate rows from {table}({columns}) in SQL, keeping the newest?",
-  "Write the CREATE TABLE statement for {table}({columns}) with sensible types and one index on {column}.",
-  "Explain what a window function is, with an example that ranks rows of {table}({columns}) by {column}.",
+  "Write the CREATE TABLE statement for {table}({columns}) with sensible types and one index on "
+  "{column}.",
+  "Explain what a window function is, with an example that ranks rows of {table}({columns}) by "
+  "{column}.",
   "Write an SQL query on {table}({columns}) for rows whose {column} is above the average.",
   "My query on {table}({columns}) filtered by {column} is slow. Give {n} things to check.",
 )
 _SHELL = (
   "Write a bash one-liner that finds files larger than {n} MB under the current folder.",
-  "Write a shell script that renames all .{ext} files in a folder so that they start with today's date.",
+  "Write a shell script that renames all .{ext} files in a folder so that they start with today's "
+  "date.",
   "How do I count the lines of all .{ext} files in a directory tree from the command line?",
   "Explain this command: find . -name '*.{ext}' -mtime -{n} | xargs grep -l TODO",
   "Write a bash script that keeps only the {n} newest .{ext} files in a backup folder.",
   "What does `sort | uniq -c | sort -rn | head -{n}` do, and when would I use it on .{ext} files?",
-  "Write a git command sequence that moves my last {n} commits to a new branch, and explain each step.",
+  "Write a git command sequence that moves my last {n} commits to a new branch, and explain each "
+  "step.",
   "Give me a Makefile with targets build, test and clean for a project of .{ext} files.",
 )
 _EXTENSIONS = ("log", "csv", "jpg", "txt", "py", "json", "md", "xml", "html", "yaml")
@@ -238,7 +251,8 @@ def _word_spec(rng):
 
 def _render_pipeline_stub(rng, spec):
   name, arg_type, return_type, what, run, example = spec
-  arg = pick(rng, _NUMBER_ARGS if arg_type == "list[int]" else ("words", "tokens", "names", "terms"))
+  arg = pick(rng, _NUMBER_ARGS if arg_type == "list[int]" else ("words", "tokens", "names",
+                                                             "terms"))
   return _render_stub(rng, name, f"{arg}: {arg_type}", return_type, f"Return {what}.",
                       run, lambda _: (example(),))
 
@@ -293,4 +307,5 @@ def _code_follow_up(rng):
   return pick(rng, (
     "Now add error handling.", "What is the time complexity?", "Rewrite it without a loop.",
     "Can you make it shorter?", "Add type hints and a docstring.", "Now write two tests for it.",
-    "How would this look in another language of your choice?", "What would you change for huge inputs?"))
+    "How would this look in another language of your choice?",
+    "What would you change for huge inputs?"))

@@ -43,7 +43,8 @@ FIELDS = {
     "operating systems", "neural networks", "cloud computing", "wind turbines", "QR codes",
     "refrigerators", "jet engines", "microwaves", "spam filters", "data compression", "heat pumps"),
   "history": (
-    "the Silk Road", "the fall of the Western Roman Empire", "the printing press", "the Black Death",
+    "the Silk Road", "the fall of the Western Roman Empire", "the printing press",
+    "the Black Death",
     "the French Revolution", "the Meiji Restoration", "the Suez Canal", "the Industrial Revolution",
     "the Library of Alexandria", "the Magna Carta", "the Berlin Wall", "the Inca road system",
     "the spread of coffee", "the abolition of slavery in Britain", "the Mongol Empire", "the Hanse",
@@ -52,12 +53,14 @@ FIELDS = {
     "the Dutch tulip mania", "the Mali Empire", "the Congress of Vienna", "the Age of Sail"),
   "economics": (
     "inflation", "opportunity cost", "comparative advantage", "supply and demand", "central banks",
-    "price elasticity", "game theory", "the national debt", "monopolies", "minimum wages", "tariffs",
+    "price elasticity", "game theory", "the national debt", "monopolies", "minimum wages",
+    "tariffs",
     "index funds", "compound interest", "externalities", "the tragedy of the commons", "recessions",
     "exchange rates", "sunk costs", "unemployment insurance", "auctions", "microcredit", "bonds",
     "diversification", "moral hazard", "behavioural economics", "gross domestic product"),
   "health": (
-    "sleep hygiene", "how vaccines train the immune system", "balanced breakfasts", "high blood pressure",
+    "sleep hygiene", "how vaccines train the immune system", "balanced breakfasts",
+    "high blood pressure",
     "stretching before a run", "stress at work", "hydration", "type 2 diabetes", "meditation",
     "strength training for beginners", "screen time", "allergies", "back pain", "jet lag", "fibre",
     "the common cold", "vitamin D", "walking every day", "caffeine", "first aid for burns",
@@ -72,7 +75,8 @@ FIELDS = {
     "composting", "learning to cook", "saving money", "keeping houseplants alive", "moving house",
     "learning a language", "public speaking", "sharing a flat", "bicycle maintenance", "chess",
     "adopting a dog", "home baking", "writing a diary", "job interviews", "time management",
-    "gardening on a balcony", "repairing clothes", "hosting a dinner", "board games", "bird watching",
+    "gardening on a balcony", "repairing clothes", "hosting a dinner", "board games",
+    "bird watching",
     "camping", "playing the guitar", "volunteering", "reading more books", "working from home"),
 }
 TOPICS = tuple(topic for topics in FIELDS.values() for topic in topics)
