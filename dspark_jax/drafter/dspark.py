@@ -132,6 +132,20 @@ def embed_block(config: DrafterConfig, embed_VxD: jax.Array, anchors_x: jax.Arra
   return jnp.where(is_anchor, embed_VxD[anchors_x][..., None, :], mask_D)
 
 
+def borrow(config: DrafterConfig, embed_VxD: jax.Array, lm_head_VxD: jax.Array, *,
+           draft_ids: jax.Array | None = None) -> dict[str, jax.Array]:
+  """Returns the keyword arguments of `DSparkProposer.propose` from the target's parameters.
+
+  A reduced vocabulary's head rows are gathered here, once, not every round.
+  """
+  if (draft_ids is None) != (config.draft_vocab_size is None):
+    raise ValueError(f"draft_ids: found {'none' if draft_ids is None else 'some'} with "
+                     f"draft_vocab_size {config.draft_vocab_size}, expected both or neither")
+  if draft_ids is None:
+    return dict(embed_VxD=embed_VxD, lm_head_VdxD=lm_head_VxD)
+  return dict(embed_VxD=embed_VxD, lm_head_VdxD=lm_head_VxD[draft_ids], draft_ids=draft_ids)
+
+
 def init_params(config: DrafterConfig, key: jax.Array) -> Mapping[str, Any]:
   """Returns fresh float32 parameters of DSparkDrafter."""
   def init(key):
