@@ -1,0 +1,47 @@
+"""Key-value cache as a struct of arrays: init, write rows.
+
+A pass over new tokens reads the cache and returns the new rows beside it (a `KVCache` whose
+slot axis holds just those rows); `write_rows` commits them afterwards. Roll-back is therefore
+nothing at all: rejected rows lie beyond the valid length, where nobody reads, until they are
+overwritten. Allocate `slack` slots past the longest sequence, because
+`lax.dynamic_update_slice` silently moves a write that would cross the end.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+
+@flax.struct.dataclass
+class KVCache:
+  """Keys (after norm and RoPE) and values, one [B, K, S, H] array a layer."""
+  keys: tuple
+  values: tuple
+
+  @property
+  def num_slots(self) -> int:
+    return self.keys[0].shape[2]
+
+
+def init_cache(batch: int, num_slots: int, *, num_layers: int, num_kv_heads: int, head_dim: int,
+               dtype=jnp.float32) -> KVCache:
+  """Returns a cache of zeros with `num_slots` rows a request."""
+  shape = (batch, num_kv_heads, num_slots, head_dim)
+  make = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+  return KVCache(keys=make(), values=make())
+
+
+def write_rows(cache: KVCache, rows: KVCache, starts_B: jax.Array) -> KVCache:
+  """Writes all rows of `rows` [B, K, W, H] at slots starts_B + (0..W-1) of each request.
+
+  The caller guarantees starts_B + W <= S; rows past a request's valid length are dead.
+  """
+  def write(old_BxKxSxH, new_BxKxWxH):
+    new_BxKxWxH = new_BxKxWxH.astype(old_BxKxSxH.dtype)
+    if old_BxKxSxH.shape[0] == 1:  # one request: a plain in-place update, no scatter
+      return jax.lax.dynamic_update_slice(old_BxKxSxH, new_BxKxWxH, (0, 0, starts_B[0], 0))
+    row = lambda old, new, start: jax.lax.dynamic_update_slice(old, new, (0, start, 0))
+    return jax.vmap(row)(old_BxKxSxH, new_BxKxWxH, starts_B)
+
+  return KVCache(keys=tuple(map(write, cache.keys, rows.keys)),
+                 values=tuple(map(write, cache.values, rows.values)))
