@@ -1,0 +1,171 @@
+"""CE, TV and acceptance of a drafter straight from hidden states and the LM head.
+
+For token n with draft law p_d = softmax(lm_head @ draft_hidden + w2 @ bias_in) and target law
+p_t = softmax(lm_head @ target_hidden):
+
+  ce = -log p_d(label)        tv = sum_v |p_d(v) - p_t(v)|        accept = 1 - tv / 2
+
+in float32 (equation numbers: DSpark, arXiv 2607.05147, section 3.3). No array of [N, Vd] is ever
+in memory: tokens go through in chunks, and gradients are written by hand.
+
+A drafter with a reduced vocabulary passes the rows of the LM head that it uses, and
+`target_lse_N`, the target's log-normaliser over the full vocabulary: p_t then sums to less than 1
+on those rows, and the missing mass counts in tv, since p_d is 0 there.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.distillation_loss import reference
+
+IMPLEMENTATIONS = ("auto", "reference")
+
+
+def distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: jax.Array,
+                      lm_head_VdxD: jax.Array, bias_in_NxR: jax.Array, w2_VdxR: jax.Array,
+                      labels_N: jax.Array, *, target_lse_N: jax.Array | None = None,
+                      implementation: str = "auto", chunk: int = reference.CHUNK):
+  """Returns per token (ce_N, tv_N, accept_N), float32, any weighting left to the caller.
+
+  Args:
+    draft_hidden_NxD: final-normed draft hidden states.
+    target_hidden_NxD: final-normed target hidden states at the positions that predict the labels.
+    lm_head_VdxD: frozen LM head [out, in], rows of the draft vocabulary in its order.
+    bias_in_NxR, w2_VdxR: the sequential head's bias is w2 @ bias_in; R = 0 where there is none.
+    labels_N: int index into the draft vocabulary; -1 = outside it: ce is 0 without gradient.
+    target_lse_N: float32 log-normaliser of the target over the full vocabulary; None = Vd is full.
+    implementation: 'auto' or 'reference'.
+    chunk: tokens a step; peak memory grows with chunk * Vd.
+
+  Gradients flow to draft_hidden, bias_in and w2 from ce and tv. Target, LM head and accept are
+  detached. The backward pass computes the laws again; `weighted_distillation_loss` does not.
+
+  Raises:
+    ValueError: naming the argument, for shapes that do not fit or an unknown implementation.
+  """
+  _check(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N,
+         target_lse_N, implementation, chunk)
+  ce_N, tv_N, accept_N = _per_token(chunk, draft_hidden_NxD, bias_in_NxR, w2_VdxR,
+                                    target_hidden_NxD, lm_head_VdxD, labels_N, target_lse_N)
+  return ce_N, tv_N, jax.lax.stop_gradient(accept_N)
+
+
+def weighted_distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: jax.Array,
+                               lm_head_VdxD: jax.Array, bias_in_NxR: jax.Array,
+                               w2_VdxR: jax.Array, labels_N: jax.Array, ce_weights_N: jax.Array,
+                               tv_weights_N: jax.Array, *,
+                               target_lse_N: jax.Array | None = None,
+                               implementation: str = "auto", chunk: int = reference.CHUNK):
+  """Returns (sum(ce_weights * ce + tv_weights * tv), (ce_N, tv_N, accept_N) detached).
+
+  The same maths as `distillation_loss` for weights known beforehand, which lets the gradient be
+  made in the forward pass, from laws computed once: 5 products of N x Vd x D instead of 7 or 8.
+  Tokens whose weights are both 0 are skipped, by whole chunks after sorting: what is reported for
+  them is undefined but finite. Weights are constants (no gradient).
+  """
+  _check(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N,
+         target_lse_N, implementation, chunk)
+  for name, weights_N in (("ce_weights_N", ce_weights_N), ("tv_weights_N", tv_weights_N)):
+    _expect(name, weights_N, labels_N.shape)
+  loss, terms = _weighted(chunk, draft_hidden_NxD, bias_in_NxR, w2_VdxR, target_hidden_NxD,
+                          lm_head_VdxD, labels_N, target_lse_N,
+                          ce_weights_N.astype(jnp.float32), tv_weights_N.astype(jnp.float32))
+  return loss, jax.lax.stop_gradient(terms)
+
+
+def target_lse(hidden_NxD: jax.Array, lm_head_VxD: jax.Array, *, implementation: str = "auto",
+               chunk: int = 4096) -> jax.Array:
+  """Returns log sum_v exp(lm_head @ hidden), float32 [N], by chunks of `chunk` vocabulary rows.
+
+  Not differentiated: it describes the frozen target.
+  """
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(f"implementation: found {implementation!r}, expected one of "
+                     f"{IMPLEMENTATIONS}")
+  _expect("lm_head_VxD", lm_head_VxD, (lm_head_VxD.shape[0], hidden_NxD.shape[1]))
+  return jax.lax.stop_gradient(reference.target_lse(
+      jax.lax.stop_gradient(hidden_NxD), jax.lax.stop_gradient(lm_head_VxD), chunk=chunk))
+
+
+def _expect(name: str, array, shape) -> None:
+  if array.shape != tuple(shape):
+    raise ValueError(f"{name}: found shape {array.shape}, expected {tuple(shape)}")
+
+
+def _check(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N,
+           target_lse_N, implementation, chunk) -> None:
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(f"implementation: found {implementation!r}, expected one of "
+                     f"{IMPLEMENTATIONS}")
+  if draft_hidden_NxD.ndim != 2:
+    raise ValueError(f"draft_hidden_NxD: found shape {draft_hidden_NxD.shape}, expected 2 axes")
+  if chunk < 1:
+    raise ValueError(f"chunk: found {chunk}, expected a positive integer")
+  (N, D), Vd, R = draft_hidden_NxD.shape, lm_head_VdxD.shape[0], w2_VdxR.shape[-1]
+  _expect("target_hidden_NxD", target_hidden_NxD, (N, D))
+  _expect("lm_head_VdxD", lm_head_VdxD, (Vd, D))
+  _expect("w2_VdxR", w2_VdxR, (Vd, R))
+  _expect("bias_in_NxR", bias_in_NxR, (N, R))
+  _expect("labels_N", labels_N, (N,))
+  if not jnp.issubdtype(labels_N.dtype, jnp.integer):
+    raise ValueError(f"labels_N: found dtype {labels_N.dtype}, expected an integer type")
+  if target_lse_N is not None:
+    _expect("target_lse_N", target_lse_N, (N,))
+
+
+# The differentiated arguments come first; everything after them is frozen.
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _per_token(chunk, hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N,
+               target_lse_N):
+  ones_N = jnp.ones(labels_N.shape, jnp.float32)
+  return reference.terms_and_gradients(
+      hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N, ones_N,
+      ones_N, chunk=chunk, with_gradients=False)[0]
+
+
+def _per_token_forward(chunk, *args):
+  return _per_token(chunk, *args), args
+
+
+def _per_token_backward(chunk, args, cotangents):
+  hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N, target_lse_N = args
+  d_ce_N, d_tv_N, _ = cotangents  # accept is detached
+  _, d_hidden, d_bias_in, d_w2 = reference.terms_and_gradients(
+      hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N, d_ce_N,
+      d_tv_N, chunk=chunk, with_terms=False)
+  return d_hidden, d_bias_in, d_w2, None, None, None, None
+
+
+_per_token.defvjp(_per_token_forward, _per_token_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted(chunk, hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N,
+              target_lse_N, ce_weights_N, tv_weights_N):
+  terms = reference.terms_and_gradients(
+      hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N,
+      ce_weights_N, tv_weights_N, chunk=chunk, with_gradients=False)[0]
+  return _weigh(terms, ce_weights_N, tv_weights_N), terms
+
+
+def _weigh(terms, ce_weights_N, tv_weights_N):
+  return jnp.sum(ce_weights_N * terms[0]) + jnp.sum(tv_weights_N * terms[1])
+
+
+def _weighted_forward(chunk, hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N,
+                      target_lse_N, ce_weights_N, tv_weights_N):
+  terms, *gradients = reference.terms_and_gradients(
+      hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N,
+      ce_weights_N, tv_weights_N, chunk=chunk)
+  return (_weigh(terms, ce_weights_N, tv_weights_N), terms), gradients
+
+
+def _weighted_backward(chunk, gradients, cotangents):
+  scale = cotangents[0]  # the terms are detached
+  return tuple(g * scale.astype(g.dtype) for g in gradients) + (None,) * 6
+
+
+_weighted.defvjp(_weighted_forward, _weighted_backward)
