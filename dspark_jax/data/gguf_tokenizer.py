@@ -5,6 +5,8 @@
 
 import pathlib
 
+from dspark_jax.data.quiet import import_transformers
+
 _GPT2_WORDS = None  # the regex built into ByteLevel
 _QWEN2_WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -35,7 +37,6 @@ def load_gguf_tokenizer(path):
     raise FileNotFoundError(f"tokenizer: found no file {path}")
   fields = _read_fields(path)
   backend = _build_backend(fields, origin=str(path))
-  from dspark_jax.data.quiet import import_transformers
   return import_transformers().PreTrainedTokenizerFast(
     tokenizer_object=backend, name_or_path=str(path), clean_up_tokenization_spaces=False,
     chat_template=fields.get("tokenizer.chat_template"), **_special_names(fields, str(path)),
