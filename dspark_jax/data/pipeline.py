@@ -44,7 +44,7 @@ def has_anchor(loss_mask_T):
 
 
 class Batches:
-  """Iterator over batches of {"input_ids", "loss_mask", "lengths"}: int32 and bool [B, T], int32 [B].
+  """Iterator over batches {"input_ids", "loss_mask", "lengths"}: int32, bool [B, T]; int32 [B].
 
   Rows come as `jsonl.read_rows` returns them. A row without an anchor candidate, counted after the
   cut to `max_len`, cannot train anything and is skipped.

@@ -10,7 +10,7 @@ def import_transformers():
   os.environ[name] = "1"
   try:
     import transformers
-    transformers.PreTrainedTokenizerFast  # loaded lazily: the advice comes with the first name
+    _ = transformers.PreTrainedTokenizerFast  # loaded lazily: the advice comes with a first name
   finally:
     if before is None:
       del os.environ[name]
