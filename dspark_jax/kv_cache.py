@@ -36,12 +36,14 @@ def write_rows(cache: KVCache, rows: KVCache, starts_B: jax.Array) -> KVCache:
 
   The caller guarantees starts_B + W <= S; rows past a request's valid length are dead.
   """
-  def write(old_BxKxSxH, new_BxKxWxH):
-    new_BxKxWxH = new_BxKxWxH.astype(old_BxKxSxH.dtype)
-    if old_BxKxSxH.shape[0] == 1:  # one request: a plain in-place update, no scatter
-      return jax.lax.dynamic_update_slice(old_BxKxSxH, new_BxKxWxH, (0, 0, starts_B[0], 0))
-    row = lambda old, new, start: jax.lax.dynamic_update_slice(old, new, (0, start, 0))
-    return jax.vmap(row)(old_BxKxSxH, new_BxKxWxH, starts_B)
+  # One update a request, in a loop of its own. A batched scatter, and an unrolled update too, say
+  # the same, but make XLA's CPU compiler copy every layer's cache in every round.
+  def write_request(b, cache):
+    def write(old_BxKxSxH, new_BxKxWxH):
+      new_1xKxWxH = jax.lax.dynamic_slice_in_dim(new_BxKxWxH, b, 1).astype(old_BxKxSxH.dtype)
+      return jax.lax.dynamic_update_slice(old_BxKxSxH, new_1xKxWxH, (b, 0, starts_B[b], 0))
+    return jax.tree.map(write, cache, rows)
 
-  return KVCache(keys=tuple(map(write, cache.keys, rows.keys)),
-                 values=tuple(map(write, cache.values, rows.values)))
+  # The trip count must not be a constant, or a loop over one request is unrolled again.
+  num_requests = jnp.where(starts_B[0] >= 0, starts_B.shape[0], 0)
+  return jax.lax.fori_loop(0, num_requests, write_request, cache)
