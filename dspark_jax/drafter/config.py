@@ -143,7 +143,7 @@ def check_fits(config: DrafterConfig, target_config: TargetShape, *,
 
 
 def config_for_target(target_config: TargetShape, **overrides: Any) -> DrafterConfig:
-  """Returns a drafter of the target's block shape: 2 layers, 7 drafts, rank 256, evenly spread taps.
+  """Returns a drafter of the target's block shape: 2 layers, 7 drafts, rank 256, spread taps.
 
   Args:
     target_config: shape is taken from it.

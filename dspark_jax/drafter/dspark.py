@@ -1,4 +1,4 @@
-"""The DSpark drafter: backbone, sequential head and confidence head, and its three decode functions.
+"""The DSpark drafter: backbone, sequential and confidence head, and its three decode functions.
 
 `DSparkDrafter` is the network (Linen, parameters without embedding and LM head, which are the
 target's and come as arguments). `DSparkProposer` is what decoding sees of any drafter: pure
@@ -44,7 +44,7 @@ class DSparkDrafter(nn.Module):
 
   def __call__(self, features_BxTxMD, anchor_positions_BxA, block_embeds_BxAxJxD,
                prev_tokens_BxAxG):
-    """Training pass over all parts: (hidden [B, A, G, D], bias_in [.., G, r], confidence logits)."""
+    """Training pass: (hidden [B, A, G, D], bias_in [B, A, G, r], confidence logits [B, A, G])."""
     hidden_BxAxGxD = self.train_hidden(features_BxTxMD, anchor_positions_BxA, block_embeds_BxAxJxD)
     return (hidden_BxAxGxD, self.head_inputs(hidden_BxAxGxD, prev_tokens_BxAxG),
             self.confidence_logits(hidden_BxAxGxD, prev_tokens_BxAxG))
@@ -54,7 +54,7 @@ class DSparkDrafter(nn.Module):
     return self.backbone.encode_context(features_BxTxMD)
 
   def context_rows(self, context_BxTxD: jax.Array, positions_BxT: jax.Array) -> kv_cache.KVCache:
-    """Keys (after norm and RoPE) and values of context tokens for each draft layer, [B, K, T, H]."""
+    """Keys (normed, rotated) and values of context for each draft layer, each [B, K, T, H]."""
     return self.backbone.context_rows(context_BxTxD, positions_BxT)
 
   def draft_hidden(self, block_embeds_BxJxD: jax.Array, positions_BxJ: jax.Array,

@@ -7,7 +7,7 @@ logits. Keeping the two apart lets training run W2 in chunks, with no [tokens, V
 |---|---|
 | vanilla | e_k |
 | gated | sigmoid(Wg [h_k; e_k] + bg) * e_k |
-| rnn | tanh(o), where [g; c; o] = Wj [s; e_k; h_k] + bj and s <- sigmoid(g) s + (1 - sigmoid(g)) tanh(c) |
+| rnn | tanh(o) of [g; c; o] = Wj [s; e_k; h_k] + bj; s <- sigmoid(g) s + (1 - sigmoid(g)) tanh(c) |
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
-"""Drafters in the layout of the public reference, deepseek-ai/DeepSpec: `config.json` and safetensors.
+"""Drafters in the layout of the public reference, deepseek-ai/DeepSpec (an HF directory).
 
-`config.json` is flat, tensors are PyTorch-style [out, in] without a `model.` prefix; embedding and
-LM head may be stored (frozen copies of the target's) or absent, then they are to be borrowed.
+`config.json` is flat; safetensors hold PyTorch-style [out, in] tensors without a `model.` prefix.
+Embedding and LM head may be stored (frozen copies of the target's) or absent; then they are to
+be borrowed.
 
 `architectures` says whose file it is. Under the reference's name `sample_from_anchor` may be
 missing and then means True, by that layout's definition. A drafter that the reference could not
@@ -11,6 +12,7 @@ our own, so that nobody reads it wrongly; there every field must be stated.
 
 import dataclasses
 import difflib
+import functools
 import json
 import os
 import pathlib
@@ -41,9 +43,10 @@ _OWN = ("sample_from_anchor", "qk_norm", "confidence_stop_gradient", "target_hid
         "draft_vocab_size")
 _OPTIONAL = ("num_anchors", "max_position_embeddings")
 _CONDITIONAL = ("markov_head_type", "confidence_head_with_markov")
-_READ_ELSEWHERE = ("architectures", "model_type", "block_size", "layer_types", "tie_word_embeddings",
-                   "rope_parameters", "rope_scaling", "rope_theta", "attention_bias", "mlp_bias",
-                   "hidden_act", "use_sliding_window", "original_max_position_embeddings")
+_READ_ELSEWHERE = ("architectures", "model_type", "block_size", "layer_types",
+                   "tie_word_embeddings", "rope_parameters", "rope_scaling", "rope_theta",
+                   "original_max_position_embeddings", "attention_bias", "mlp_bias", "hidden_act",
+                   "use_sliding_window")
 _ROPE_FIELDS = {
     "default": ("rope_type", "rope_theta"),
     "linear": ("rope_type", "rope_theta", "factor"),
@@ -128,7 +131,8 @@ def save_drafter(path: str | os.PathLike, config: DrafterConfig, params: Mapping
   for key, value in (("embed_VxD", embed_VxD), ("lm_head_VdxD", lm_head_VdxD)):
     if value is not None:
       tensors[STORED[key]] = np.asarray(value)
-      _check_shape(STORED[key], tensors[STORED[key]], _stored_shape(config, key), origin="arguments")
+      _check_shape(STORED[key], tensors[STORED[key]], _stored_shape(config, key),
+                   origin="arguments")
   tensors = {name: _cast(name, x, dtype) for name, x in tensors.items()}
   tensors |= _draft_id_tensors(config, draft_ids)
   index = path / "model.safetensors.index.json"
@@ -187,11 +191,13 @@ def config_to_deepspec(config: DrafterConfig, *,
       "architectures": [REFERENCE_NAME if is_reference else OWN_NAME],
       "model_type": "qwen3" if is_reference else "dspark_jax",
       "target_layer_ids": list(config.target_layer_ids), "block_size": config.num_slots,
-      "rope_parameters": {f: v for f, v in rope.items() if v is not None}, "hidden_act": "silu", "attention_bias": False,
+      "rope_parameters": {f: v for f, v in rope.items() if v is not None},
+      "hidden_act": "silu", "attention_bias": False,
       "tie_word_embeddings": False, "use_sliding_window": False,
       "layer_types": ["full_attention"] * config.num_layers}
 
 
+@functools.lru_cache
 def drafter_tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
   """Names and shapes of every tensor of the drafter itself, from the module's own parameters."""
   tree = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
@@ -223,6 +229,10 @@ def _check_unsupported(raw: Mapping[str, Any]) -> None:
                           ("use_sliding_window", False)):
     if raw.get(field, expected) != expected:
       raise ValueError(f"{field}: found {raw[field]!r}, expected {expected!r}")
+  eos = raw.get("eos_token_id")
+  if raw.get("mask_token_id") in (eos if isinstance(eos, list) else [eos]) and eos is not None:
+    raise ValueError(f"mask_token_id: found {raw['mask_token_id']}, expected an id other than "
+                     f"eos_token_id = {eos}")
   layer_types = raw.get("layer_types")
   if layer_types is not None and (any(t != "full_attention" for t in layer_types)
                                   or len(layer_types) != raw.get("num_hidden_layers")):
@@ -309,7 +319,8 @@ def _cast(name: str, value: np.ndarray, dtype) -> np.ndarray:
   with np.errstate(over="ignore"):
     cast = value.astype(dtype)
   _check_float(name, cast, origin="dtype")
-  if not np.array_equal(np.isfinite(cast.astype(np.float32)), np.isfinite(value.astype(np.float32))):
+  is_finite = lambda x: np.isfinite(x.astype(np.float32))
+  if not np.array_equal(is_finite(cast), is_finite(value)):
     raise ValueError(f"params: tensor {name} overflows, expected values within {cast.dtype}")
   return cast
 
