@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.counter_rng import first_argmax, gumbel_argmax
+from pallas_kernels.counter_rng import gumbel_argmax
+from pallas_kernels.rows import find_laws, first_argmax
 
 # Rows whose kept tokens are among their best MAX_CANDIDATES need no search over the vocabulary.
 MAX_CANDIDATES = 256
@@ -115,8 +116,7 @@ def law_logits(logits, params, *, vocab_limit=None, ids=None):
     )
 
   law_xV = lax.cond(jnp.all(is_greedy_x), _point_mass, temper, rows_xV)
-  is_law_x = jnp.isfinite(jnp.max(rows_xV, axis=-1))
-  return jnp.where(is_law_x[:, None], law_xV, jnp.nan).reshape(logits.shape)
+  return jnp.where(find_laws(rows_xV)[:, None], law_xV, jnp.nan).reshape(logits.shape)
 
 
 def sample(law_logits, words, *, ids=None):

@@ -10,6 +10,8 @@ others.
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.rows import first_argmax
+
 # Purposes. Draft, coin and recovery noise must be independent, or acceptance is biased.
 DRAFT = 1  # drawing a draft token: position = the round's anchor, slot = draft position
 COIN = 2  # the acceptance coin: position = the token being decided
@@ -84,18 +86,6 @@ def gumbel(words, ids):
 def uniform(words):
   """Returns the acceptance coin of each pair of words, float32 [...] in [2^-33, 1 - 2^-24]."""
   return uniform_at(words, jnp.uint32(COIN_ID))[..., 0]
-
-
-def first_argmax(scores):
-  """Returns the lowest index of the maximum along the last axis, int32 [...]; 0 for a row with a
-  NaN.
-
-  Two vector reductions: XLA's own argmax is a scalar loop on CPU, three to eight times slower.
-  """
-  index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-  is_best = scores == jnp.max(scores, axis=-1, keepdims=True)
-  found = jnp.min(jnp.where(is_best, index, scores.shape[-1]), axis=-1)
-  return jnp.where(found == scores.shape[-1], 0, found)
 
 
 def gumbel_argmax(logits, words, ids=None):

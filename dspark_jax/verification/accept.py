@@ -6,9 +6,10 @@ from jax import lax
 
 from dspark_jax.sampling import law_logits
 from dspark_jax.types import Verdict
-from pallas_kernels.counter_rng import COIN, RECOVER, first_argmax, noise_words, uniform
+from pallas_kernels.counter_rng import COIN, RECOVER, noise_words, uniform
 from pallas_kernels.rejection_sampling import rejection_sampling
 from pallas_kernels.rejection_sampling.reference import count_prefix, gather_logits
+from pallas_kernels.rows import find_laws, first_argmax
 
 
 def accept(
@@ -77,13 +78,14 @@ def _accept_greedy(
   if vocab_limit is not None:
     target_logits_BxWxV = target_logits_BxWxV[..., :vocab_limit]
   best_BxW = first_argmax(target_logits_BxWxV)
-  is_law_BxW = jnp.isfinite(jnp.max(target_logits_BxWxV, axis=-1))
+  is_law_BxW = find_laws(target_logits_BxWxV)
   num_drafts = min(draft_tokens_BxG.shape[1], best_BxW.shape[1] - 1)
   draft_logit_BxG = draft_logit_BxG[:, :num_drafts]
   is_match_BxG = (
     (draft_tokens_BxG[:, :num_drafts] == best_BxW[:, :num_drafts])
     & is_law_BxW[:, :num_drafts]
-    & jnp.isfinite(draft_logit_BxG)
+    & (draft_logit_BxG > -jnp.inf)
+    & (draft_logit_BxG < jnp.inf)
   )
   num_accepted_B = count_prefix(is_match_BxG, verify_lens_B)
   row_Bx1 = num_accepted_B[:, None]
@@ -93,5 +95,5 @@ def _accept_greedy(
     # A broken draft row is NaN throughout (see `law_logits`), so its token's entry shows it.
     draft_row_Bx1 = jnp.minimum(row_Bx1, num_drafts - 1)
     draft_B = jnp.take_along_axis(draft_logit_BxG, draft_row_Bx1, axis=1)[:, 0]
-    is_valid_B &= (num_accepted_B == verify_lens_B) | ~(jnp.isnan(draft_B) | (draft_B == jnp.inf))
-  return num_accepted_B, next_token_B, is_valid_B
+    is_valid_B &= (num_accepted_B == verify_lens_B) | (draft_B < jnp.inf)
+  return num_accepted_B, jnp.where(is_valid_B, next_token_B, 0), is_valid_B

@@ -43,7 +43,7 @@ def rejection_sampling(
   Returns:
     num_accepted_B int32 in 0..verify_lens, next_token_B int32 in [0, V), and is_valid_B bool: False
     when a row that decided something is no law (a NaN, +inf, or nothing finite); `next_token` is
-    then arbitrary and must not be used.
+    then 0 and must not be used.
 
   Raises:
     ValueError: shapes do not fit together, or logits are not float32.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.counter_rng import gumbel_argmax
+from pallas_kernels.rows import find_laws
 
 MIN_RESIDUAL_MASS = 1e-8
 
@@ -32,14 +33,19 @@ def rejection_sampling_reference(
   target_logp_BxG -= target_lse_BxW[:, :num_drafts]
   draft_logp_BxG = gather_logits(draft_logits_BxGxD, draft_tokens_BxG, draft_ids) - draft_lse_BxG
   is_accepted_BxG = accept_drafts(target_logp_BxG, draft_logp_BxG[:, :num_drafts], coins_BxG)
+  is_target_law_BxW = find_laws(target_logits_BxWxV)
+  is_draft_law_BxG = find_laws(draft_logits_BxGxD)[:, :num_drafts]
+  is_accepted_BxG &= is_target_law_BxW[:, :num_drafts] & is_draft_law_BxG
   num_accepted_B = count_prefix(is_accepted_BxG, verify_lens_B)
 
   row_Bx1x1 = num_accepted_B[:, None, None]
   target_row_BxV = jnp.take_along_axis(target_logits_BxWxV, row_Bx1x1, axis=1)[:, 0]
   target_row_lse_B = jnp.take_along_axis(target_lse_BxW, row_Bx1x1[:, 0], axis=1)[:, 0]
   words_Bx2 = jnp.take_along_axis(noise_words_BxWx2, row_Bx1x1, axis=1)[:, 0]
+  is_valid_B = jnp.take_along_axis(is_target_law_BxW, row_Bx1x1[:, 0], axis=1)[:, 0]
   if num_drafts == 0:
-    return num_accepted_B, gumbel_argmax(target_row_BxV, words_Bx2), jnp.isfinite(target_row_lse_B)
+    next_token_B = gumbel_argmax(target_row_BxV, words_Bx2)
+    return num_accepted_B, jnp.where(is_valid_B, next_token_B, 0), is_valid_B
 
   draft_row_Bx1 = jnp.minimum(num_accepted_B, num_drafts - 1)[:, None]
   draft_row_BxD = jnp.take_along_axis(draft_logits_BxGxD, draft_row_Bx1[..., None], axis=1)[:, 0]
@@ -59,8 +65,9 @@ def rejection_sampling_reference(
   # Bonus and fallback keep the logits, so that they draw the very token of plain decoding.
   scores_BxV = jnp.where(uses_residual_B[:, None], jnp.log(residual_BxV), target_row_BxV)
   next_token_B = gumbel_argmax(scores_BxV, words_Bx2)
-  is_valid_B = jnp.isfinite(target_row_lse_B) & (~is_rejected_B | jnp.isfinite(draft_row_lse_B))
-  return num_accepted_B, next_token_B, is_valid_B
+  is_draft_law_B = jnp.take_along_axis(is_draft_law_BxG, draft_row_Bx1, axis=1)[:, 0]
+  is_valid_B &= ~is_rejected_B | is_draft_law_B
+  return num_accepted_B, jnp.where(is_valid_B, next_token_B, 0), is_valid_B
 
 
 def accept_drafts(target_logp_BxG, draft_logp_BxG, coins_BxG):
