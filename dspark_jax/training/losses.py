@@ -109,11 +109,12 @@ def sum_losses(hidden_BxAxGxD: jax.Array, bias_in_BxAxGxR: jax.Array, w2_VdxR: j
       flat(hidden_BxAxGxD), flat(look_up(target_hidden_BxTxD, blocks.law_positions_BxAxG)),
       lm_head_VdxD, flat(bias_in_BxAxGxR), w2_VdxR, flat(index_BxAxG),
       flat(config.ce_weight * weights_BxAxG), flat(config.tv_weight * weights_BxAxG),
-      target_lse_N=lse_N, chunk=config.chunk)
+      keep_N=flat(mask_BxAxG), target_lse_N=lse_N, chunk=config.chunk)
   ce_BxAxG, tv_BxAxG, accept_BxAxG = (term.reshape(B, A, G) for term in terms)
   confidence = jnp.float32(0.0)
   if confidence_logits_BxAxG is not None:
-    bce_BxAxG = binary_cross_entropy(confidence_logits_BxAxG, accept_BxAxG)
+    label_BxAxG = jax.lax.stop_gradient(jnp.where(mask_BxAxG, accept_BxAxG, 0.0))
+    bce_BxAxG = binary_cross_entropy(confidence_logits_BxAxG, label_BxAxG)
     confidence = jnp.sum(weights_BxAxG * bce_BxAxG)
     loss = loss + config.confidence_weight * confidence
   survival_BxAxG = jnp.cumprod(jnp.where(mask_BxAxG, accept_BxAxG, 0.0), axis=-1)

@@ -55,23 +55,28 @@ def distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: jax.Array,
 def weighted_distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: jax.Array,
                                lm_head_VdxD: jax.Array, bias_in_NxR: jax.Array,
                                w2_VdxR: jax.Array, labels_N: jax.Array, ce_weights_N: jax.Array,
-                               tv_weights_N: jax.Array, *,
+                               tv_weights_N: jax.Array, *, keep_N: jax.Array | None = None,
                                target_lse_N: jax.Array | None = None,
                                implementation: str = "auto", chunk: int = reference.CHUNK):
   """Returns (sum(ce_weights * ce + tv_weights * tv), (ce_N, tv_N, accept_N) detached).
 
   The same maths as `distillation_loss` for weights known beforehand, which lets the gradient be
   made in the forward pass, from laws computed once: 5 products of N x Vd x D instead of 7 or 8.
-  Tokens whose weights are both 0 are skipped, by whole chunks after sorting: what is reported for
-  them is undefined but finite. Weights are constants (no gradient).
+  Weights are constants (no gradient). Tokens outside keep_N (bool; None = all are kept) count
+  with weight 0 and are skipped, by whole chunks after sorting: their terms are undefined.
   """
   _check(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N,
          target_lse_N, implementation, chunk)
   for name, weights_N in (("ce_weights_N", ce_weights_N), ("tv_weights_N", tv_weights_N)):
     _expect(name, weights_N, labels_N.shape)
+  if keep_N is None:
+    keep_N = jnp.ones(labels_N.shape, bool)
+  _expect("keep_N", keep_N, labels_N.shape)
+  ce_weights_N = jnp.where(keep_N, ce_weights_N, 0.0).astype(jnp.float32)
+  tv_weights_N = jnp.where(keep_N, tv_weights_N, 0.0).astype(jnp.float32)
   loss, terms = _weighted(chunk, draft_hidden_NxD, bias_in_NxR, w2_VdxR, target_hidden_NxD,
-                          lm_head_VdxD, labels_N, target_lse_N,
-                          ce_weights_N.astype(jnp.float32), tv_weights_N.astype(jnp.float32))
+                          lm_head_VdxD, labels_N, target_lse_N, ce_weights_N, tv_weights_N,
+                          keep_N)
   return loss, jax.lax.stop_gradient(terms)
 
 
@@ -144,10 +149,10 @@ _per_token.defvjp(_per_token_forward, _per_token_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _weighted(chunk, hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N,
-              target_lse_N, ce_weights_N, tv_weights_N):
+              target_lse_N, ce_weights_N, tv_weights_N, keep_N):
   terms = reference.terms_and_gradients(
       hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N,
-      ce_weights_N, tv_weights_N, chunk=chunk, with_gradients=False)[0]
+      ce_weights_N, tv_weights_N, keep_N=keep_N, chunk=chunk, with_gradients=False)[0]
   return _weigh(terms, ce_weights_N, tv_weights_N), terms
 
 
@@ -156,16 +161,16 @@ def _weigh(terms, ce_weights_N, tv_weights_N):
 
 
 def _weighted_forward(chunk, hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N,
-                      target_lse_N, ce_weights_N, tv_weights_N):
+                      target_lse_N, ce_weights_N, tv_weights_N, keep_N):
   terms, *gradients = reference.terms_and_gradients(
       hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N,
-      ce_weights_N, tv_weights_N, chunk=chunk)
+      ce_weights_N, tv_weights_N, keep_N=keep_N, chunk=chunk)
   return (_weigh(terms, ce_weights_N, tv_weights_N), terms), gradients
 
 
 def _weighted_backward(chunk, gradients, cotangents):
   scale = cotangents[0]  # the terms are detached
-  return tuple(g * scale.astype(g.dtype) for g in gradients) + (None,) * 6
+  return tuple(g * scale.astype(g.dtype) for g in gradients) + (None,) * 7
 
 
 _weighted.defvjp(_weighted_forward, _weighted_backward)

@@ -90,17 +90,16 @@ def _join(array_CxCx, length: int):
   return array_CxCx.reshape(-1, *array_CxCx.shape[2:])[:length]
 
 
-def _run_chunks(one_chunk, carry, xs, weights, chunk):
-  """Scans `one_chunk(carry, x) -> (carry, y)`; a chunk whose weights are all 0 yields zeros."""
+def _run_chunks(one_chunk, carry, xs, keep_KxC):
+  """Scans `one_chunk(carry, x) -> (carry, y)`; a chunk with nothing to keep yields zeros."""
   shapes = jax.eval_shape(one_chunk, carry, jax.tree.map(lambda a: a[0], xs))[1]
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
   def body(carry, item):
-    weights, x = item
-    is_live = jnp.any(jnp.stack([jnp.any(w != 0) for w in weights]))
-    return jax.lax.cond(is_live, one_chunk, lambda carry, x: (carry, zeros), carry, x)
+    keep_C, x = item
+    return jax.lax.cond(keep_C.any(), one_chunk, lambda carry, x: (carry, zeros), carry, x)
 
-  return jax.lax.scan(body, carry, (weights, xs))
+  return jax.lax.scan(body, carry, (keep_KxC, xs))
 
 
 def _joint(hidden_NxD, bias_in_NxR, lm_head_VdxD, w2_VdxR):
@@ -111,8 +110,8 @@ def _joint(hidden_NxD, bias_in_NxR, lm_head_VdxD, w2_VdxR):
   return x_NxE, joint_VdxE
 
 
-def _scan_terms(x_NxE, joint_VdxE, target_NxD, labels_N, target_lse_N, d_ce_N, d_tv_N, chunk,
-                with_terms: bool, with_gradients: bool):
+def _scan_terms(x_NxE, joint_VdxE, target_NxD, labels_N, target_lse_N, d_ce_N, d_tv_N, keep_N,
+                chunk, with_terms: bool, with_gradients: bool):
   """The one loop: per-token terms and, with gradients, (d x, d w2) for the given cotangents."""
   num_tokens, num_head_columns = target_NxD.shape
   rank = x_NxE.shape[1] - num_head_columns
@@ -131,19 +130,21 @@ def _scan_terms(x_NxE, joint_VdxE, target_NxD, labels_N, target_lse_N, d_ce_N, d
     return d_w2_VdxR, (terms if with_terms else None, d_x_CxE)
 
   carry = jnp.zeros((joint_VdxE.shape[0], rank if with_gradients else 0), jnp.float32)
-  d_w2_VdxR, (terms, d_x) = _run_chunks(one_chunk, carry, xs, (xs[3], xs[4]), chunk)
+  d_w2_VdxR, (terms, d_x) = _run_chunks(one_chunk, carry, xs, _split(keep_N, chunk, False))
   terms, d_x_NxE = jax.tree.map(lambda a: _join(a, num_tokens), (terms, d_x))
   return terms, d_x_NxE, d_w2_VdxR
 
 
 def terms_and_gradients(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR,
-                        labels_N, target_lse_N, d_ce_N, d_tv_N, *, chunk: int,
+                        labels_N, target_lse_N, d_ce_N, d_tv_N, *, chunk: int, keep_N=None,
                         with_terms: bool = True, with_gradients: bool = True):
   """Returns ((ce_N, tv_N, accept_N), d hidden_NxD, d bias_in_NxR, d w2_VdxR)."""
   x_NxE, joint_VdxE = _joint(draft_hidden_NxD, bias_in_NxR, lm_head_VdxD, w2_VdxR)
-  tokens = (x_NxE, target_hidden_NxD, labels_N, target_lse_N, d_ce_N, d_tv_N)
-  # Tokens without weight go to the end, where whole chunks of them are skipped.
-  order_N = jnp.argsort((d_ce_N == 0) & (d_tv_N == 0), stable=True)
+  if keep_N is None:
+    keep_N = jnp.ones(labels_N.shape, bool)
+  tokens = (x_NxE, target_hidden_NxD, labels_N, target_lse_N, d_ce_N, d_tv_N, keep_N)
+  # Dropped tokens go to the end, where whole chunks of them are skipped.
+  order_N = jnp.argsort(~keep_N, stable=True)
   x_NxE, target_NxD, *rest = jax.tree.map(lambda a: a[order_N], tokens)
   terms, d_x_NxE, d_w2_VdxR = _scan_terms(
       x_NxE, joint_VdxE, target_NxD, *rest, min(chunk, max(labels_N.shape[0], 1)), with_terms,
