@@ -30,8 +30,9 @@ def speculate_step(frame: Frame, params, state: DecodeState) -> DecodeState:
 
   proposal = propose(frame, params, state, anchor_B, anchor_positions_B)
   verify_lens_B = schedule(frame, state, proposal)
+  width = policies.max_verify_len(frame.policy, frame.proposal_len)
   target_out, logits_BxWxV = verify_lib.verify(
-      frame.target, params["target"], state.cache, anchor_B, proposal.tokens_BxG,
+      frame.target, params["target"], state.cache, anchor_B, proposal.tokens_BxG[:, :width],
       cache_lens_B=anchor_positions_B, tap_layer_ids=frame.tap_layer_ids, dtype=frame.dtype)
   verdict = accept_lib.accept(
       logits_BxWxV, proposal.tokens_BxG, draft_logits_BxGxD=proposal.draft_logits_BxGxV,
@@ -55,8 +56,7 @@ def schedule(frame: Frame, state: DecodeState, proposal: Proposal) -> jax.Array:
   """Chooses verify lengths; never more than may still be committed besides the next anchor."""
   if frame.proposal_len == 0:
     return jnp.zeros_like(state.lens_B)
-  policy = frame.policy or policies.FixedLength(frame.proposal_len)
-  verify_lens_B = policies.choose_verify_lens(policy, proposal.confidence_BxG)
+  verify_lens_B = policies.choose_verify_lens(frame.policy, proposal.confidence_BxG)
   room_B = jnp.maximum(state.limits_B - state.lens_B - 1, 0)
   return jnp.where(state.is_done_B, 0, jnp.minimum(verify_lens_B, room_B))
 

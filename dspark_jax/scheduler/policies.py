@@ -23,23 +23,39 @@ class FixedLength:
 
 @dataclasses.dataclass(frozen=True)
 class ConfidenceThreshold:
-  """Verifies drafts up to the first whose confidence is below `threshold` (0 = all of them)."""
+  """Verifies drafts up to the first whose confidence is below `threshold` (0 = all of them).
+
+  `length` bounds the drafts verified, None = the whole proposal.
+  """
   threshold: float
+  length: int | None = None
 
   def __post_init__(self):
+    if self.length is not None and self.length < 0:
+      raise ValueError(f"length: found {self.length}, expected an integer >= 0")
     if not 0.0 <= self.threshold <= 1.0:
       raise ValueError(
           f"confidence_threshold: found {self.threshold}, expected a number in [0, 1]")
 
 
-def choose_verify_lens(policy: FixedLength | ConfidenceThreshold,
-                       confidence_BxG: jax.Array) -> jax.Array:
-  """Returns int32 [B] verify lengths in 0..G."""
+Policy = FixedLength | ConfidenceThreshold
+
+
+def max_verify_len(policy: Policy | None, proposal_len: int) -> int:
+  """Returns the most drafts a policy can ever verify: the static width of the verify pass."""
+  if policy is None or policy.length is None:
+    return proposal_len
+  return min(policy.length, proposal_len)
+
+
+def choose_verify_lens(policy: Policy | None, confidence_BxG: jax.Array) -> jax.Array:
+  """Returns int32 [B] verify lengths in 0..G; no policy verifies every draft."""
   batch, proposal_len = confidence_BxG.shape
-  if isinstance(policy, FixedLength):
-    return jnp.full((batch,), min(policy.length, proposal_len), jnp.int32)
+  length = max_verify_len(policy, proposal_len)
+  if policy is None or isinstance(policy, FixedLength):
+    return jnp.full((batch,), length, jnp.int32)
   if isinstance(policy, ConfidenceThreshold):
     is_kept_BxG = jnp.cumprod((confidence_BxG >= policy.threshold).astype(jnp.int32), axis=1)
-    return is_kept_BxG.sum(axis=1, dtype=jnp.int32)
+    return is_kept_BxG[:, :length].sum(axis=1, dtype=jnp.int32)
   raise TypeError(f"policy: found {type(policy).__name__}, expected FixedLength or "
                   "ConfidenceThreshold")

@@ -13,8 +13,8 @@ def verify(config: TransformerConfig, params, cache: kv_cache.KVCache, anchor_B:
            dtype: str = "float32") -> tuple[TargetOutput, jax.Array]:
   """Runs [anchor, drafts] through the target, reading the cache only.
 
-  Drafts beyond a request's verify length ride along in the rectangle: they see nothing of
-  each other's future, and acceptance ignores their rows.
+  Drafts beyond a request's verify length ride along in the rectangle: attention is causal, so
+  no earlier row sees them, and acceptance ignores their own.
 
   Returns:
     (TargetOutput of the W = G + 1 rows, raw logits [B, W, V] float32); logits row j is the
