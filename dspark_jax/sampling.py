@@ -147,17 +147,18 @@ def _filter(scaled_xV, top_k_x, top_p_x, min_p_x):
   last_value_x, last_index_x, does_fit_x = _cut_candidates(
     values_xC, index_xC, scaled_xV, limit_x, top_p_x
   )
-  # Rows that fit keep the candidates' cut even when a neighbour needs the search: a request's
-  # tokens must not depend on who shares the batch, not even in a last bit.
-  last_value_x, last_index_x = lax.cond(
-    jnp.all(does_fit_x),
-    lambda: (last_value_x, last_index_x),
-    lambda: jax.tree.map(
-      lambda fit, full: jnp.where(does_fit_x, fit, full),
-      (last_value_x, last_index_x),
-      _cut_by_search(scaled_xV, limit_x, top_p_x),
-    ),
-  )
+  if num_tokens > MAX_CANDIDATES:
+    # Rows that fit keep the candidates' cut even when a neighbour needs the search: a request's
+    # tokens must not depend on who shares the batch, not even in a last bit.
+    last_value_x, last_index_x = lax.cond(
+      jnp.all(does_fit_x),
+      lambda: (last_value_x, last_index_x),
+      lambda: jax.tree.map(
+        lambda fit, full: jnp.where(does_fit_x, fit, full),
+        (last_value_x, last_index_x),
+        _cut_by_search(scaled_xV, limit_x, top_p_x),
+      ),
+    )
   index_xV = lax.broadcasted_iota(jnp.int32, scaled_xV.shape, 1)
   is_kept_xV = (scaled_xV > last_value_x[:, None]) | (
     (scaled_xV == last_value_x[:, None]) & (index_xV <= last_index_x[:, None])
@@ -182,8 +183,6 @@ def _cut_candidates(values_xC, index_xC, scaled_xV, limit_x, top_p_x):
   does_fit_x = keeps_all_x | (
     (num_kept_x <= num_candidates) & (is_unlimited_x | (limit_x <= num_candidates))
   )
-  if num_candidates == num_tokens:
-    does_fit_x = jnp.ones_like(does_fit_x)
   last_x = jnp.clip(num_kept_x, 1, num_candidates) - 1
   last_value_x = jnp.take_along_axis(values_xC, last_x[:, None], axis=-1)[:, 0]
   last_index_x = jnp.take_along_axis(index_xC, last_x[:, None], axis=-1)[:, 0]

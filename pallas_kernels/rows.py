@@ -1,4 +1,4 @@
-"""Reductions over the last axis that XLA's own would get slow (argmax) or wrong (validity) on CPU."""
+"""Row reductions that XLA's own make slow (argmax) or wrong (validity) on CPU."""
 
 import jax.numpy as jnp
 from jax import lax

@@ -1,0 +1,29 @@
+"""Test settings for the whole suite, and the fixture for the shared golden data."""
+
+import os
+import pathlib
+import sys
+
+# Before jax is imported. setdefault: a developer may still ask for a GPU or a compilation cache.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+  sys.path.insert(0, str(ROOT))
+
+# Silent broadcasting of [V] against [B, V] hides shape mistakes; reused keys hide biased laws.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_debug_key_reuse", True)
+
+
+@pytest.fixture(scope="session")
+def goldens():
+  """Returns the folder of golden data: $DSPARK_GOLDENS, else ../shared/goldens; skips without."""
+  folder = pathlib.Path(os.environ.get("DSPARK_GOLDENS", ROOT.parent / "shared" / "goldens"))
+  if not folder.is_dir():
+    pytest.skip(f"no golden data in {folder}")
+  return folder
