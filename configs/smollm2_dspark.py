@@ -38,7 +38,7 @@ def get_config():
   train.eval_every = 200
 
   train.optimizer = optimizer = ml_collections.ConfigDict()
-  optimizer.learning_rate = 6e-4
+  optimizer.learning_rate = 1e-3
   optimizer.warmup_fraction = 0.04
   optimizer.max_steps = 3000
 

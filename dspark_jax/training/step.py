@@ -205,7 +205,7 @@ def train_step(state: TrainState, frozen: Frozen, batches, *, objective: Objecti
   loss, sums, grads = accumulate(state.params, frozen, batches, key, objective=objective)
   updates, opt_state = make_optimizer(optimizer).update(grads, state.opt_state, state.params)
   metrics = losses.summarize(loss, sums)
-  metrics["grad_norm"] = optax.global_norm(grads)
+  metrics["grad_norm"] = optax.tree.norm(grads)
   metrics["learning_rate"] = learning_rate_schedule(optimizer)(state.step)
   return TrainState(step=state.step + 1, params=optax.apply_updates(state.params, updates),
                     opt_state=opt_state, key=state.key), metrics

@@ -33,7 +33,10 @@ def make_drafter_config(**overrides):
   return config_for_target(TARGET, **{**fields, **overrides})
 
 
-def make_objective(*, num_anchors=6, loss=losses.LossConfig(chunk=16), **overrides):
+LOSS = losses.LossConfig(chunk=16)
+
+
+def make_objective(*, num_anchors=6, loss=LOSS, **overrides):
   return step_lib.Objective(target_config=TARGET, drafter_config=make_drafter_config(**overrides),
                             loss=loss, num_anchors=num_anchors)
 

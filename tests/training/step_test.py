@@ -108,7 +108,7 @@ def test_accumulation_equals_the_joined_batch():
 
 
 def test_two_devices_give_the_gradient_of_the_whole_batch():
-  """B41 on a 2-device CPU mesh, in a process of its own since the device count is fixed at start."""
+  """B41 on a CPU mesh; a process of its own, since the device count is fixed at start."""
   script = textwrap.dedent("""
       import jax, jax.numpy as jnp, numpy as np
       jax.config.update("jax_num_cpu_devices", 2)

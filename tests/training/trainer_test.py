@@ -100,25 +100,24 @@ def test_a_lost_step_is_repeated_not_skipped(tmp_path):
 
 
 def test_kill_9_and_resume_is_bit_identical(tmp_path):
-  """A process killed in the middle of its saves, three times, ends where an unbroken run does."""
-  config = make_config(max_steps=40)
+  """A process killed in the middle of its saves, twice, ends where an unbroken run does."""
+  config = make_config()
   script = textwrap.dedent(f"""
       import jax
       from tests.training import trainer_test as t
-      t.run({str(tmp_path / "killed")!r}, config=t.make_config(max_steps=40),
-            on_step=lambda step: print(step, flush=True))
+      t.run({str(tmp_path / "killed")!r}, on_step=lambda step: print(step, flush=True))
       """)
-  for num_steps, delay in ((3, 0.0), (5, 0.02), (4, 0.05)):
+  for num_steps, delay in ((1, 0.0), (1, 0.03)):
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     for _ in range(num_steps):
       process.stdout.readline()
     time.sleep(delay)  # somewhere in the next step or in its save
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    assert process.wait() == -signal.SIGKILL
     process.stdout.close()
   saver = Checkpointer(tmp_path / "killed" / "checkpoints", config=config.fingerprint())
-  assert 8 <= saver.latest_step() < 40  # it did die, and it did get on
+  assert 2 <= saver.latest_step()  # it got on between the kills
   run(tmp_path / "killed", config=config)
   run(tmp_path / "whole", config=config)
   assert_same(read_state(tmp_path / "whole", config), read_state(tmp_path / "killed", config))
@@ -133,11 +132,10 @@ def test_trailing_window_is_a_full_step(tmp_path):
   objective, frozen = cases.make_objective(), cases.make_frozen()
   params = cases.make_params(objective)
   alone = jax.tree.map(lambda a: a[:1], group)
-  for index in (0, 1, 2):
-    padded, single = (step_lib.accumulate(params, frozen, g, jax.random.key(0),
-                                          objective=objective)[index] for g in (group, alone))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), padded,
-                 single)
+  accumulate = jax.jit(step_lib.accumulate, static_argnames="objective")
+  padded, single = (accumulate(params, frozen, g, jax.random.key(0), objective=objective)
+                    for g in (group, alone))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), padded, single)
 
 
 def test_time_limit_stops_early_and_can_go_on(tmp_path):
@@ -147,9 +145,10 @@ def test_time_limit_stops_early_and_can_go_on(tmp_path):
 
 
 def test_refuses_a_checkpoint_of_another_config(tmp_path):
-  run(tmp_path, config=make_config(max_steps=1))
+  with pytest.raises(Stop):
+    run(tmp_path, on_step=stop_after(1))
   with pytest.raises(ValueError, match="num_anchors: found 4, expected 5"):
-    run(tmp_path, config=make_config(max_steps=1, num_anchors=5))
+    run(tmp_path, config=make_config(num_anchors=5))
 
 
 def test_held_out_figures_do_not_depend_on_training_randomness(tmp_path):
