@@ -64,8 +64,8 @@ def test_refuses_another_configuration(tmp_path, field, other):
 
 
 @pytest.mark.parametrize("leaf, template", [
-    ("params/z", dict(names=("a", "t", "opt", "mi", "z"))), ("params/mi", dict(names=("a", "t", "opt"))),
-    ("params/a", dict(shape=(3, 3)))])
+    ("params/z", dict(names=("a", "t", "opt", "mi", "z"))),
+    ("params/mi", dict(names=("a", "t", "opt"))), ("params/a", dict(shape=(3, 3)))])
 def test_refuses_another_structure(tmp_path, leaf, template):
   Checkpointer(tmp_path, config=CONFIG).save(1, make_state(), data_state={})
   # The first difference in order of name is in the moments; all of them name the leaf.
