@@ -74,7 +74,8 @@ def test_law_equals_the_oracle(temperature, filters, num_candidates):
 def test_ties_keep_exactly_the_first_ids(num_candidates):
   rng = np.random.default_rng(1)
   logits = rng.integers(0, 4, (64, 50)).astype(np.float32)  # four values: ties everywhere
-  logits[:, 7] = -0.0  # equal to 0.0 in every rule
+  logits[:32] -= 3
+  logits[:32, 7:40:8] = -0.0  # in these rows the best value is 0.0, and -0.0 is no less
   for filters in ({"top_k": 3}, {"top_k": 20}, {"top_k": 9, "top_p": 0.55}, {"top_p": 0.37}):
     params = make_sampling_params(64, temperature=1.0, **filters)
     found = np.asarray(compile_law(num_candidates)(logits, params))
@@ -99,6 +100,14 @@ def test_top_p_keeps_the_shortest_prefix_reaching_the_mass():
   for top_p, num_kept in ((0.01, 1), (0.49, 1), (0.51, 2), (0.74, 2), (0.8, 3), (0.9, 4), (1.0, 4)):
     laws = compute_laws(logits, temperature=1.0, top_p=top_p)
     assert (laws[0] > 0).sum() == num_kept, top_p
+
+
+@pytest.mark.parametrize("num_candidates", [256, 3])
+def test_top_p_stops_where_the_mass_is_reached_exactly(num_candidates):
+  # Eight equal logits weigh 1 each, exactly: 0.5 is reached by four of them, ids 0..3.
+  params = make_sampling_params(1, temperature=1.0, top_p=0.5)
+  law = compile_law(num_candidates)(np.full((1, 8), 2.5, np.float32), params)
+  np.testing.assert_array_equal(np.asarray(law)[0] > -np.inf, np.arange(8) < 4)
 
 
 def test_filters_apply_after_temperature_and_top_p_after_top_k():
@@ -199,6 +208,19 @@ def test_b14_the_search_for_a_neighbour_changes_no_bit_of_a_row():
     alone = law_logits_jit(logits[:1], make_sampling_params(1, temperature=1.0, top_p=top_p))
     both = law_logits_jit(logits, make_sampling_params(2, temperature=1.0, top_p=top_p))
     np.testing.assert_array_equal(both[0], alone[0])
+
+
+def test_b14_a_row_that_fits_the_candidates_never_takes_the_searchs_answer():
+  def cut_nothing(scaled_xV, limit_x, top_p_x):
+    del limit_x, top_p_x
+    return jnp.full(len(scaled_xV), -jnp.inf), jnp.zeros(len(scaled_xV), jnp.int32)
+
+  logits = np.zeros((2, 1000), np.float32)
+  logits[0, 3] = 20
+  params = make_sampling_params(2, temperature=1.0, top_p=0.5)
+  with mock.patch.object(sampling, "_cut_by_search", cut_nothing):
+    law = np.asarray(jax.jit(lambda x, p: law_logits(x, p))(logits, params))
+  np.testing.assert_array_equal((law > -np.inf).sum(axis=-1), [1, 1000])
 
 
 def test_b32_padded_vocabulary_rows_are_never_kept():

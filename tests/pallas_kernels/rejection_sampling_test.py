@@ -122,6 +122,17 @@ def test_acceptance_is_strict(implementation):
     )
     assert found[0] == accepted
     assert found[1] == 1 or accepted
+  # p/q = e^-200 is 0 in float32, and a coin of 0 is not below it.
+  found = rejection_sampling_jit(
+    jnp.array([[[0.0, -200.0]] * 2]),
+    jnp.array([[[-jnp.inf, 0.0]]]),
+    jnp.array([[1]]),
+    verify_lens_B=jnp.array([1]),
+    coins_BxG=jnp.zeros((1, 1)),
+    noise_words_BxWx2=jnp.zeros((1, 2, 2), jnp.uint32),
+    implementation=implementation,
+  )
+  assert [a.item() for a in found] == [0, 0, True]
 
 
 def test_b07_residual_without_mass_falls_back_to_p(implementation):
@@ -177,13 +188,16 @@ def test_verify_length_ends_the_drafts(implementation):
     assert [a.item() for a in found] == [length, length, True]
 
 
-def test_no_verified_drafts_is_plain_sampling_bit_for_bit(implementation):
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_the_bonus_is_plain_sampling_bit_for_bit(length, implementation):
+  # The row after the last verified draft, whatever the drafter thinks there (it has a row for 0, 1).
   p = np.random.default_rng(1).dirichlet(np.ones(20), 3)
-  found = run(p, p[:2, ::-1], [0, 0], lens=0, num=500, implementation=implementation)
-  words = make_words(jnp.arange(500), RECOVER, 0, 0)
-  plain = draw_tokens(jnp.broadcast_to(jnp.asarray(to_logits(p[0])), (500, 20)), words)
+  kwargs = {"coins": 0.0, "num": 500, "implementation": implementation}
+  found = run(p, p[:2, ::-1], [0, 0], lens=length, **kwargs)
+  words = make_words(jnp.arange(500), RECOVER, length, 0)
+  plain = draw_tokens(jnp.broadcast_to(jnp.asarray(to_logits(p[length])), (500, 20)), words)
   np.testing.assert_array_equal(found[1], plain)
-  assert (found[0] == 0).all()
+  assert (found[0] == length).all()
 
 
 def test_verify_length_beyond_the_rows_is_cut(implementation):
