@@ -109,9 +109,9 @@ def test_every_round_of_greedy_decoding_drafts_what_the_reference_drafted(golden
   positions, accepted = positions[whole], accepted[whole]
 
   target = load_target(str(folder / "target"))
-  features = Transformer(target.config).apply(
-      {"params": target.params}, jnp.asarray(output)[None],
-      tap_layer_ids=config.target_layer_ids).features_BxTxMD
+  features = jax.jit(functools.partial(
+      Transformer(target.config).apply, tap_layer_ids=config.target_layer_ids))(
+          {"params": target.params}, jnp.asarray(output)[None]).features_BxTxMD
   state = make_state(config, params, features, len(positions))
   proposal = jax.jit(functools.partial(dspark.DSparkProposer(config).propose, params))(
       state, jnp.asarray(output[positions], jnp.int32), jnp.asarray(positions, jnp.int32),

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dspark_jax.drafter import dspark
 from dspark_jax.drafter.config import DrafterConfig
@@ -25,21 +26,22 @@ def make_config(**overrides) -> DrafterConfig:
 @functools.lru_cache
 def make_params(config: DrafterConfig):
   """Random parameters, norms and biases included, large enough to make attention selective."""
-  params = dspark.init_params(config, jax.random.key(0))
-  leaves, tree = jax.tree.flatten(params)
-  keys = jax.random.split(jax.random.key(1), len(leaves))
-  return tree.unflatten([x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)])
+  rng = np.random.default_rng(0)
+  shapes = jax.eval_shape(lambda: dspark.init_params(config, jax.random.key(0)))
+  draw = lambda x: (x.ndim == 1) + 0.4 * rng.standard_normal(x.shape)
+  return jax.tree.map(lambda x: jnp.asarray(draw(x), jnp.float32), shapes)
 
 
 def make_features(config: DrafterConfig, batch: int, length: int) -> jax.Array:
-  return jax.random.normal(jax.random.key(2), (batch, length, config.num_features))
+  rng = np.random.default_rng(1)
+  return jnp.asarray(rng.standard_normal((batch, length, config.num_features)), jnp.float32)
 
 
 def make_borrowed(config: DrafterConfig, draft_ids=None):
-  shape = (config.vocab_size, config.hidden_size)
-  embed = jax.random.normal(jax.random.key(3), shape)
-  return dspark.borrow(config, embed, jax.random.normal(jax.random.key(4), shape),
-                       draft_ids=draft_ids)
+  rng = np.random.default_rng(2)
+  embed, head = (jnp.asarray(rng.standard_normal((config.vocab_size, config.hidden_size)),
+                             jnp.float32) for _ in range(2))
+  return dspark.borrow(config, embed, head, draft_ids=draft_ids)
 
 
 def apply(config: DrafterConfig, params, method: str, *args, dtype=jnp.float32):
