@@ -115,22 +115,49 @@ def rope_config_from_hf(config: Mapping[str, Any]) -> RopeConfig:
   """Reads RoPE from an HF config, from either place that configs keep it in.
 
   Older files: top-level `rope_theta` and `rope_scaling` (key `type` or `rope_type`).
-  Newer files: `rope_parameters`. An unknown type raises ValueError.
+  Newer files: `rope_parameters`. Both may be there if they agree.
+
+  Raises:
+    ValueError: naming the field, for an unknown type, a missing number, contradicting places, or
+      a rotation of part of the head or by layer type.
   """
-  raw = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-  rope_type = raw.pop("rope_type", None) or raw.pop("type", None) or "default"
-  raw.pop("type", None)
+  raw = _join_rope(config)
+  rope_type = raw.pop("rope_type", None) or "default"
   if rope_type not in ROPE_TYPES:
     raise ValueError(f"rope_type: found {rope_type!r}, expected one of {ROPE_TYPES}")
   raw.setdefault("rope_theta", config.get("rope_theta", 10000.0))
   if not raw.get("original_max_position_embeddings"):
     raw["original_max_position_embeddings"] = config.get(
         "original_max_position_embeddings") or config.get("max_position_embeddings", 0)
-  if rope_type in ("linear", "llama3", "yarn") and raw.get("factor") is None:
-    raise ValueError(f"rope_parameters.factor: missing, expected a number for type {rope_type!r}")
+  needed = {"linear": ("factor",), "llama3": ("factor", "original_max_position_embeddings"),
+            "yarn": ("factor", "original_max_position_embeddings")}
+  for name in needed.get(rope_type, ()):
+    if not raw.get(name):
+      raise ValueError(f"rope_parameters.{name}: missing, expected a number for type {rope_type!r}")
   known = {f.name for f in dataclasses.fields(RopeConfig)}
   return RopeConfig(rope_type=rope_type,
                     **{k: v for k, v in raw.items() if k in known and v is not None})
+
+
+def _join_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns `rope_parameters` and `rope_scaling` as one, with the type under `rope_type`."""
+  joined: dict[str, Any] = {}
+  # People add `rope_scaling` to a file that has `rope_parameters`: neither may be dropped silently.
+  for place in ("rope_parameters", "rope_scaling"):
+    raw = dict(config.get(place) or {})
+    rope_type = raw.pop("type", None)
+    raw["rope_type"] = raw.get("rope_type") or rope_type
+    for name, value in raw.items():
+      if isinstance(value, Mapping):
+        raise ValueError(f"{place}.{name}: found parameters by layer type, expected one set for "
+                         "all layers")
+      if value is not None and joined.setdefault(name, value) != value:
+        raise ValueError(f"{place}.{name}: found {value!r}, expected {joined[name]!r} as in "
+                         "rope_parameters")
+  partial = joined.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+  if partial not in (None, 1.0):
+    raise ValueError(f"partial_rotary_factor: found {partial!r}, expected 1 (whole heads rotate)")
+  return joined
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

@@ -37,7 +37,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> TransformerConfig:
 
   Raises:
     ValueError: naming the field, for a missing field, an unknown `model_type`, an activation
-      other than SiLU, a sliding window in use, head counts that do not divide, or an unknown RoPE.
+      other than SiLU, a sliding window in use, head counts that do not divide, an odd head width,
+      or an unknown RoPE.
   """
   model_type = raw.get("model_type")
   if model_type not in FAMILIES:
@@ -57,6 +58,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> TransformerConfig:
     raise ValueError(f"num_key_value_heads: found {num_kv_heads}, expected a divisor of "
                      f"num_attention_heads = {num_heads}")
   head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
+  if head_dim < 2 or head_dim % 2:
+    raise ValueError(f"head_dim: found {head_dim}, expected an even number, since RoPE rotates "
+                     "pairs")
   return TransformerConfig(
       model_type=model_type, vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
       intermediate_size=raw["intermediate_size"], num_layers=raw["num_hidden_layers"],
