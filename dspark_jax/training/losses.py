@@ -18,9 +18,11 @@ WEIGHT_FLOOR = 1e-6  # added to the sum of weights, as the public reference does
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-  """Weights of the three terms; (1, 0, 0) is DFlash.
+  """Weights of the terms; (CE, TV, confidence) = (1, 0, 0) is DFlash.
 
   Attributes:
+    kl_weight: of KL(target || draft), not in the paper: a soft CE, dense where TV's gradient
+      vanishes (a draft law far from the target's) and CE sees one label.
     loss_decay: drafts; label k has weight exp(-(k - 1) / loss_decay).
     chunk: tokens whose logits are in memory at a time.
   """
@@ -29,9 +31,10 @@ class LossConfig:
   confidence_weight: float = 1.0
   loss_decay: float = 4.0
   chunk: int = 256
+  kl_weight: float = 0.0
 
   def __post_init__(self):
-    for name in ("ce_weight", "tv_weight", "confidence_weight"):
+    for name in ("ce_weight", "tv_weight", "confidence_weight", "kl_weight"):
       if getattr(self, name) < 0:
         raise ValueError(f"{name}: found {getattr(self, name)}, expected a number >= 0")
     if not self.loss_decay > 0:
@@ -109,7 +112,8 @@ def sum_losses(hidden_BxAxGxD: jax.Array, bias_in_BxAxGxR: jax.Array, w2_VdxR: j
       flat(hidden_BxAxGxD), flat(look_up(target_hidden_BxTxD, blocks.law_positions_BxAxG)),
       lm_head_VdxD, flat(bias_in_BxAxGxR), w2_VdxR, flat(index_BxAxG),
       flat(config.ce_weight * weights_BxAxG), flat(config.tv_weight * weights_BxAxG),
-      keep_N=flat(mask_BxAxG), target_lse_N=lse_N, chunk=config.chunk)
+      keep_N=flat(mask_BxAxG), target_lse_N=lse_N, chunk=config.chunk,
+      kl_weights_N=flat(config.kl_weight * weights_BxAxG) if config.kl_weight else None)
   ce_BxAxG, tv_BxAxG, accept_BxAxG = (term.reshape(B, A, G) for term in terms)
   confidence = jnp.float32(0.0)
   if confidence_logits_BxAxG is not None:

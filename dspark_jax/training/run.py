@@ -95,7 +95,7 @@ def run(config: RunConfig, *, target_config: TransformerConfig, target_params: A
         is_shuffled=False)))
   params = warm_start.init_drafter(
       config.drafter, jax.random.key(config.train.seed), target_config=target_config,
-      target_params=target_params, warm_start=config.warm_start)
+      target_params=target_params, warm_start=config.warm_start, draft_ids=draft_ids)
   frozen = step_lib.Frozen(target_params=target_params,
                            draft_ids_Vd=None if draft_ids is None else jnp.asarray(draft_ids))
   write_provenance(workdir / "provenance.jsonl", config, num_rows=batches.num_rows)

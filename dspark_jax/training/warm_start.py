@@ -14,10 +14,12 @@ from typing import Any, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dspark_jax.drafter import dspark
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.target.config import TransformerConfig
+from dspark_jax.training import bigram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +30,28 @@ class WarmStartConfig:
     layer_ids: target layer that each draft layer is copied from; () = fresh parameters.
     other_taps_scale: standard deviation of the fc block of every tap but the last, times the
       usual 1 / sqrt(inputs).
-    head_scale: standard deviation of the sequential head's W1 and W2.
+    head_scale: standard deviation of the sequential head's W1 and W2, unless a bigram table
+      makes them.
+    use_bigrams: W1 and W2 from the target's own bigram table (`bigram.py`; vanilla head only).
+    bigram_prefix: token ids before the bigram, e.g. the header of an assistant's turn.
+    output_scale: factor on the final norm. Copied layers, fed with embeddings that they never
+      saw, begin with confidently wrong logits; a small factor begins with the bias alone.
   """
   layer_ids: tuple[int, ...] = ()
   other_taps_scale: float = 0.1
   head_scale: float = 0.02
+  use_bigrams: bool = False
+  bigram_prefix: tuple[int, ...] = ()
+  output_scale: float = 1.0
 
   def __post_init__(self):
     object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
+    object.__setattr__(self, "bigram_prefix", tuple(self.bigram_prefix))
 
 
 def init_drafter(config: DrafterConfig, key: jax.Array, *, target_config: TransformerConfig,
-                 target_params: Mapping[str, Any], warm_start: WarmStartConfig) -> Any:
+                 target_params: Mapping[str, Any], warm_start: WarmStartConfig,
+                 draft_ids: np.ndarray | None = None) -> Any:
   """Returns the drafter's parameters at step 0.
 
   Attention, MLP and norm weights of draft layer i are those of target layer layer_ids[i]; q/k
@@ -59,7 +71,8 @@ def init_drafter(config: DrafterConfig, key: jax.Array, *, target_config: Transf
   for i, layer_id in enumerate(warm_start.layer_ids):
     backbone[f"layers_{i}"] = _copy_layer(backbone[f"layers_{i}"],
                                           target_params[f"layers_{layer_id}"])
-  backbone["norm"] = _copy(target_params["norm"])
+  backbone["norm"] = jax.tree.map(lambda a: a * warm_start.output_scale,
+                                  _copy(target_params["norm"]))
   norms = [target_params[f"layers_{i}"]["input_layernorm"]["weight"]
            for i in warm_start.layer_ids]
   backbone["hidden_norm"] = {"weight": jnp.mean(jnp.stack(norms), axis=0, dtype=jnp.float32)}
@@ -71,6 +84,9 @@ def init_drafter(config: DrafterConfig, key: jax.Array, *, target_config: Transf
     for i, name in enumerate(("markov_w1", "markov_w2")):
       head[name] = warm_start.head_scale * jax.random.normal(
           jax.random.fold_in(key, 2 + i), head[name].shape)
+    if warm_start.use_bigrams:
+      head |= bigram.markov_weights(target_config, target_params, rank=config.markov_rank,
+                                    draft_ids=draft_ids, prefix_ids=warm_start.bigram_prefix)
     params["markov_head"] = head
   return params
 

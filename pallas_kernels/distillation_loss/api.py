@@ -4,6 +4,7 @@ For token n with draft law p_d = softmax(lm_head @ draft_hidden + w2 @ bias_in) 
 p_t = softmax(lm_head @ target_hidden):
 
   ce = -log p_d(label)        tv = sum_v |p_d(v) - p_t(v)|        accept = 1 - tv / 2
+  kl = sum_v p_t(v) log(p_t(v) / p_d(v)) over the draft vocabulary
 
 in float32 (equation numbers: DSpark, arXiv 2607.05147, section 3.3). No array of [N, Vd] is ever
 in memory: tokens go through in chunks, and gradients are written by hand.
@@ -56,9 +57,12 @@ def weighted_distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: j
                                lm_head_VdxD: jax.Array, bias_in_NxR: jax.Array,
                                w2_VdxR: jax.Array, labels_N: jax.Array, ce_weights_N: jax.Array,
                                tv_weights_N: jax.Array, *, keep_N: jax.Array | None = None,
+                               kl_weights_N: jax.Array | None = None,
                                target_lse_N: jax.Array | None = None,
                                implementation: str = "auto", chunk: int = reference.CHUNK):
   """Returns (sum(ce_weights * ce + tv_weights * tv), (ce_N, tv_N, accept_N) detached).
+
+  With `kl_weights_N` the sum has kl_weights * kl too.
 
   The same maths as `distillation_loss` for weights known beforehand, which lets the gradient be
   made in the forward pass, from laws computed once: 5 products of N x Vd x D instead of 7 or 8.
@@ -67,17 +71,21 @@ def weighted_distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: j
   """
   _check(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N,
          target_lse_N, implementation, chunk)
-  for name, weights_N in (("ce_weights_N", ce_weights_N), ("tv_weights_N", tv_weights_N)):
-    _expect(name, weights_N, labels_N.shape)
+  for name, weights_N in (("ce_weights_N", ce_weights_N), ("tv_weights_N", tv_weights_N),
+                          ("kl_weights_N", kl_weights_N)):
+    if weights_N is not None:
+      _expect(name, weights_N, labels_N.shape)
   if keep_N is None:
     keep_N = jnp.ones(labels_N.shape, bool)
   _expect("keep_N", keep_N, labels_N.shape)
   ce_weights_N = jnp.where(keep_N, ce_weights_N, 0.0).astype(jnp.float32)
   tv_weights_N = jnp.where(keep_N, tv_weights_N, 0.0).astype(jnp.float32)
+  if kl_weights_N is not None:
+    kl_weights_N = jnp.where(keep_N, kl_weights_N, 0.0).astype(jnp.float32)
   loss, terms = _weighted(chunk, draft_hidden_NxD, bias_in_NxR, w2_VdxR, target_hidden_NxD,
                           lm_head_VdxD, labels_N, target_lse_N, ce_weights_N, tv_weights_N,
-                          keep_N)
-  return loss, jax.lax.stop_gradient(terms)
+                          kl_weights_N, keep_N)
+  return loss, jax.lax.stop_gradient(terms[:3])
 
 
 def target_lse(hidden_NxD: jax.Array, lm_head_VxD: jax.Array, *, implementation: str = "auto",
@@ -128,7 +136,7 @@ def _per_token(chunk, hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD
   ones_N = jnp.ones(labels_N.shape, jnp.float32)
   return reference.terms_and_gradients(
       hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N, ones_N,
-      ones_N, chunk=chunk, with_gradients=False)[0]
+      ones_N, chunk=chunk, with_gradients=False)[0][:3]
 
 
 def _per_token_forward(chunk, *args):
@@ -149,28 +157,30 @@ _per_token.defvjp(_per_token_forward, _per_token_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _weighted(chunk, hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N,
-              target_lse_N, ce_weights_N, tv_weights_N, keep_N):
+              target_lse_N, ce_weights_N, tv_weights_N, kl_weights_N, keep_N):
   terms = reference.terms_and_gradients(
       hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N,
-      ce_weights_N, tv_weights_N, keep_N=keep_N, chunk=chunk, with_gradients=False)[0]
-  return _weigh(terms, ce_weights_N, tv_weights_N), terms
+      ce_weights_N, tv_weights_N, kl_weights_N, keep_N=keep_N, chunk=chunk,
+      with_gradients=False)[0]
+  return _weigh(terms, ce_weights_N, tv_weights_N, kl_weights_N), terms
 
 
-def _weigh(terms, ce_weights_N, tv_weights_N):
-  return jnp.sum(ce_weights_N * terms[0]) + jnp.sum(tv_weights_N * terms[1])
+def _weigh(terms, ce_weights_N, tv_weights_N, kl_weights_N):
+  loss = jnp.sum(ce_weights_N * terms[0]) + jnp.sum(tv_weights_N * terms[1])
+  return loss if kl_weights_N is None else loss + jnp.sum(kl_weights_N * terms[3])
 
 
 def _weighted_forward(chunk, hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N,
-                      target_lse_N, ce_weights_N, tv_weights_N, keep_N):
+                      target_lse_N, ce_weights_N, tv_weights_N, kl_weights_N, keep_N):
   terms, *gradients = reference.terms_and_gradients(
       hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N,
-      ce_weights_N, tv_weights_N, keep_N=keep_N, chunk=chunk)
-  return (_weigh(terms, ce_weights_N, tv_weights_N), terms), gradients
+      ce_weights_N, tv_weights_N, kl_weights_N, keep_N=keep_N, chunk=chunk)
+  return (_weigh(terms, ce_weights_N, tv_weights_N, kl_weights_N), terms), gradients
 
 
 def _weighted_backward(chunk, gradients, cotangents):
   scale = cotangents[0]  # the terms are detached
-  return tuple(g * scale.astype(g.dtype) for g in gradients) + (None,) * 7
+  return tuple(g * scale.astype(g.dtype) for g in gradients) + (None,) * 8
 
 
 _weighted.defvjp(_weighted_forward, _weighted_backward)

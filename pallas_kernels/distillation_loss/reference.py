@@ -35,8 +35,8 @@ def _logits(x_CxD: jax.Array, w_VxD: jax.Array) -> jax.Array:
                              preferred_element_type=jnp.float32)
 
 
-def _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C):
-  """Returns (terms (ce, tv, accept), what the gradient needs) of one chunk.
+def _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C, *, with_kl: bool):
+  """Returns (terms (ce, tv, accept, kl), what the gradient needs) of one chunk.
 
   x = [draft hidden; bias input], joint = [LM head; w2], so E = D + R.
   """
@@ -46,7 +46,8 @@ def _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C):
   target_logits_CxVd = _logits(target_CxD, joint_VdxE[:, :target_CxD.shape[1]])
   outside_C = jnp.zeros_like(draft_lse_C)
   if target_lse_C is None:
-    target_CxVd = jnp.exp(target_logits_CxVd - _log_sum_exp(target_logits_CxVd)[:, None])
+    target_lse_C = _log_sum_exp(target_logits_CxVd)
+    target_CxVd = jnp.exp(target_logits_CxVd - target_lse_C[:, None])
   else:
     target_CxVd = jnp.exp(target_logits_CxVd - target_lse_C[:, None])
     outside_C = jnp.maximum(1.0 - _sum_rows(target_CxVd), 0.0)
@@ -55,20 +56,31 @@ def _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C):
   label_logit_C = jnp.take_along_axis(
       logits_CxVd, jnp.maximum(labels_C, 0)[:, None], axis=1)[:, 0]
   ce_C = jnp.where(labels_C >= 0, draft_lse_C - label_logit_C, 0.0)
-  return (ce_C, tv_C, 1.0 - 0.5 * tv_C), (draft_CxVd, jnp.sign(gap_CxVd))
+  kl_C = jnp.zeros_like(ce_C)
+  if with_kl:
+    log_ratio_CxVd = target_logits_CxVd - logits_CxVd - (target_lse_C - draft_lse_C)[:, None]
+    kl_C = _sum_rows(target_CxVd * log_ratio_CxVd)
+  return (ce_C, tv_C, 1.0 - 0.5 * tv_C, kl_C), (draft_CxVd, target_CxVd)
 
 
-def _chunk_gradients(saved, x_CxE, joint_VdxE, labels_C, d_ce_C, d_tv_C, num_head_columns):
-  """Gradients of sum(d_ce * ce + d_tv * tv): (d x_CxE, d w2_VdxR).
+def _chunk_gradients(saved, x_CxE, joint_VdxE, labels_C, d_ce_C, d_tv_C, d_kl_C,
+                     num_head_columns):
+  """Gradients of sum(d_ce * ce + d_tv * tv + d_kl * kl): (d x_CxE, d w2_VdxR).
 
   d tv / d logit_v = p_v (s_v - sum_u p_u s_u), s = sign(p_d - p_t), 0 where they are equal;
-  d ce / d logit_v = p_v - [v = label], nothing where the label is outside.
+  d ce / d logit_v = p_v - [v = label], nothing where the label is outside;
+  d kl / d logit_v = p_v sum_u q_u - q_v, q the target's law. d_kl_C is None without that term.
   """
-  draft_CxVd, sign_CxVd = saved
+  draft_CxVd, target_CxVd = saved
+  sign_CxVd = jnp.sign(draft_CxVd - target_CxVd)
   d_ce_C = jnp.where(labels_C >= 0, d_ce_C, 0.0)
   mean_sign_C = _sum_rows(draft_CxVd * sign_CxVd)
   coefficient_C = d_ce_C - d_tv_C * mean_sign_C
+  if d_kl_C is not None:
+    coefficient_C = coefficient_C + d_kl_C * _sum_rows(target_CxVd)
   d_logits_CxVd = draft_CxVd * (d_tv_C[:, None] * sign_CxVd + coefficient_C[:, None])
+  if d_kl_C is not None:
+    d_logits_CxVd = d_logits_CxVd - d_kl_C[:, None] * target_CxVd
   row_C = jnp.arange(labels_C.shape[0])
   d_logits_CxVd = d_logits_CxVd.at[row_C, jnp.maximum(labels_C, 0)].add(-d_ce_C)
   d_logits_CxVd = d_logits_CxVd.astype(x_CxE.dtype)
@@ -110,22 +122,24 @@ def _joint(hidden_NxD, bias_in_NxR, lm_head_VdxD, w2_VdxR):
   return x_NxE, joint_VdxE
 
 
-def _scan_terms(x_NxE, joint_VdxE, target_NxD, labels_N, target_lse_N, d_ce_N, d_tv_N, keep_N,
-                chunk, with_terms: bool, with_gradients: bool):
+def _scan_terms(x_NxE, joint_VdxE, target_NxD, labels_N, target_lse_N, d_ce_N, d_tv_N, d_kl_N,
+                keep_N, chunk, with_terms: bool, with_gradients: bool):
   """The one loop: per-token terms and, with gradients, (d x, d w2) for the given cotangents."""
   num_tokens, num_head_columns = target_NxD.shape
   rank = x_NxE.shape[1] - num_head_columns
   xs = (_split(x_NxE, chunk), _split(target_NxD.astype(x_NxE.dtype), chunk),
         _split(labels_N, chunk, -1), _split(d_ce_N, chunk), _split(d_tv_N, chunk),
+        None if d_kl_N is None else _split(d_kl_N, chunk),
         None if target_lse_N is None else _split(target_lse_N, chunk))
 
   def one_chunk(d_w2_VdxR, item):
-    x_CxE, target_CxD, labels_C, d_ce_C, d_tv_C, target_lse_C = item
-    terms, saved = _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C)
+    x_CxE, target_CxD, labels_C, d_ce_C, d_tv_C, d_kl_C, target_lse_C = item
+    terms, saved = _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C,
+                               with_kl=d_kl_C is not None)
     d_x_CxE = None
     if with_gradients:
       d_x_CxE, more = _chunk_gradients(saved, x_CxE, joint_VdxE, labels_C, d_ce_C, d_tv_C,
-                                       num_head_columns)
+                                       d_kl_C, num_head_columns)
       d_w2_VdxR = d_w2_VdxR + more
     return d_w2_VdxR, (terms if with_terms else None, d_x_CxE)
 
@@ -136,13 +150,16 @@ def _scan_terms(x_NxE, joint_VdxE, target_NxD, labels_N, target_lse_N, d_ce_N, d
 
 
 def terms_and_gradients(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR,
-                        labels_N, target_lse_N, d_ce_N, d_tv_N, *, chunk: int, keep_N=None,
-                        with_terms: bool = True, with_gradients: bool = True):
-  """Returns ((ce_N, tv_N, accept_N), d hidden_NxD, d bias_in_NxR, d w2_VdxR)."""
+                        labels_N, target_lse_N, d_ce_N, d_tv_N, d_kl_N=None, *, chunk: int,
+                        keep_N=None, with_terms: bool = True, with_gradients: bool = True):
+  """Returns ((ce_N, tv_N, accept_N, kl_N), d hidden_NxD, d bias_in_NxR, d w2_VdxR).
+
+  d_kl_N = None leaves the KL term out (kl_N is 0 then).
+  """
   x_NxE, joint_VdxE = _joint(draft_hidden_NxD, bias_in_NxR, lm_head_VdxD, w2_VdxR)
   if keep_N is None:
     keep_N = jnp.ones(labels_N.shape, bool)
-  tokens = (x_NxE, target_hidden_NxD, labels_N, target_lse_N, d_ce_N, d_tv_N, keep_N)
+  tokens = (x_NxE, target_hidden_NxD, labels_N, target_lse_N, d_ce_N, d_tv_N, d_kl_N, keep_N)
   # Dropped tokens go to the end, where whole chunks of them are skipped.
   order_N = jnp.argsort(~keep_N, stable=True)
   x_NxE, target_NxD, *rest = jax.tree.map(lambda a: a[order_N], tokens)

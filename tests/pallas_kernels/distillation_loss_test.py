@@ -153,6 +153,41 @@ def test_skips_dropped_tokens():
   assert not d_hidden[~live].any() and jnp.isfinite(d_w2).all()
 
 
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_kl_term(is_reduced):
+  case = make_case(37, 12, 50, 5)
+  lse_N = make_lse(case, is_reduced)
+  args = arguments(case)
+  weights_N = np.random.default_rng(3).uniform(0, 2, 37)
+  zeros_N = jnp.zeros(37)
+
+  def loss(hidden, bias_in, w2):
+    return dl.weighted_distillation_loss(
+        hidden, *args[1:3], bias_in, w2, args[5], zeros_N, zeros_N, chunk=8,
+        kl_weights_N=jnp.asarray(weights_N, jnp.float32),
+        target_lse_N=None if lse_N is None else jnp.asarray(lse_N, jnp.float32))[0]
+
+  def compute(hidden, bias_in, w2):  # float64, by autodiff-free differences
+    logits = hidden @ case["head"].T + bias_in @ w2.T
+    log_d = logits - special.logsumexp(logits, axis=1, keepdims=True)
+    target = case["target"] @ case["head"].T
+    log_t = target - (special.logsumexp(target, axis=1) if lse_N is None else lse_N)[:, None]
+    return np.sum(weights_N[:, None] * np.exp(log_t) * (log_t - log_d))
+
+  with jax.default_matmul_precision("highest"):
+    value, gradients = jax.value_and_grad(loss, (0, 1, 2))(args[0], args[3], args[4])
+  point = [case["hidden"], case["bias_in"], case["w2"]]
+  np.testing.assert_allclose(value, compute(*point), rtol=1e-5)
+  rng, step = np.random.default_rng(4), 1e-5
+  for i, found in enumerate(gradients):
+    direction = rng.normal(size=point[i].shape)
+    ahead, behind = ([p + s * step * direction if j == i else p for j, p in enumerate(point)]
+                     for s in (1, -1))
+    expected = (compute(*ahead) - compute(*behind)) / (2 * step)
+    np.testing.assert_allclose(np.sum(np.asarray(found, np.float64) * direction), expected,
+                               rtol=1e-4)
+
+
 def test_weight_0_is_not_dropped():
   # A confidence loss alone still needs the accept rates.
   case = make_case()
