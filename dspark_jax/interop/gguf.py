@@ -33,10 +33,15 @@ def read_gguf(path: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, np.nd
   Returns:
     (config in HF spelling, float32 tensors with HF names). llama.cpp stores the query and key
     rows of `llama` models interleaved for its own RoPE; they are put back in HF order.
+  Raises:
+    ValueError: naming the file and the field or tensor that is missing or not understood.
   """
   import gguf  # imported here: only users of GGUF files need it
 
-  reader = gguf.GGUFReader(str(path))
+  try:
+    reader = gguf.GGUFReader(str(path))
+  except (ValueError, IndexError, KeyError) as e:  # bad magic, version, or a file cut short
+    raise ValueError(f"{path}: found a broken GGUF file ({e})") from None
   fields = {name: field.contents() for name, field in reader.fields.items()
             if not name.startswith("tokenizer.ggml.tokens")
             and not name.startswith("tokenizer.ggml.merges")
@@ -46,29 +51,42 @@ def read_gguf(path: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, np.nd
     raise ValueError(f"{path}: general.architecture: found {arch!r}, expected 'llama' or 'qwen3'")
   tensors = {}
   for tensor in reader.tensors:
-    value = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+    try:
+      value = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+    except NotImplementedError as e:
+      raise ValueError(f"{path}: tensor {tensor.name}: {e}") from None
     tensors[tensor.name] = value.reshape(tuple(reversed([int(n) for n in tensor.shape])))
-  config = _config(fields, arch, tensors)
+  if "token_embd.weight" not in tensors:
+    raise ValueError(f"{path}: tensor token_embd.weight is missing")
+  try:
+    config = _config(fields, arch, tensors)
+  except KeyError as e:
+    raise ValueError(f"{path}: {e.args[0]}: missing, expected by architecture {arch!r}") from None
+  rotated = fields.get(f"{arch}.rope.dimension_count", config["head_dim"])
+  if rotated != config["head_dim"]:
+    raise ValueError(f"{path}: {arch}.rope.dimension_count: found {rotated}, expected the head's "
+                     f"{config['head_dim']} (whole heads rotate)")
   return config, _rename(tensors, config, path)
 
 
 def _config(fields, arch, tensors) -> dict[str, Any]:
   get = lambda name, default=None: fields.get(f"{arch}.{name}", default)
-  num_heads = int(get("attention.head_count"))
+  need = lambda name: fields[f"{arch}.{name}"]
+  num_heads = int(need("attention.head_count"))
   config = {
       "model_type": arch,
       "vocab_size": int(tensors["token_embd.weight"].shape[0]),
-      "hidden_size": int(get("embedding_length")),
-      "intermediate_size": int(get("feed_forward_length")),
-      "num_hidden_layers": int(get("block_count")),
+      "hidden_size": int(need("embedding_length")),
+      "intermediate_size": int(need("feed_forward_length")),
+      "num_hidden_layers": int(need("block_count")),
       "num_attention_heads": num_heads,
       "num_key_value_heads": int(get("attention.head_count_kv", num_heads)),
-      "head_dim": int(get("attention.key_length") or get("embedding_length") // num_heads),
-      "rms_norm_eps": float(np.float32(get("attention.layer_norm_rms_epsilon"))),
-      "max_position_embeddings": int(get("context_length")),
+      "head_dim": int(get("attention.key_length") or need("embedding_length") // num_heads),
+      "rms_norm_eps": float(np.float32(need("attention.layer_norm_rms_epsilon"))),
+      "max_position_embeddings": int(need("context_length")),
       "tie_word_embeddings": "output.weight" not in tensors,
       "rope_theta": float(get("rope.freq_base", 10000.0)),
-      "eos_token_id": int(fields["tokenizer.ggml.eos_token_id"]),
+      "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
   }
   scaling = get("rope.scaling.type")
   if scaling not in (None, "none"):

@@ -13,8 +13,7 @@ import safetensors
 
 from dspark_jax.target.config import TransformerConfig
 
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
-           "I64": np.int64, "I32": np.int32, "BOOL": np.bool_, "U8": np.uint8}
+_FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
@@ -31,6 +30,17 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
   return raw
 
 
+def read_weight_map(directory: str | os.PathLike) -> dict[str, str]:
+  """Returns {tensor name: file name} of a sharded checkpoint's index; empty without an index."""
+  index = pathlib.Path(directory) / "model.safetensors.index.json"
+  if not index.is_file():
+    return {}
+  weight_map = read_json(index).get("weight_map", {})
+  if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+    raise ValueError(f"{index}: weight_map: expected an object of file names by tensor")
+  return weight_map
+
+
 def tensor_files(directory: str | os.PathLike) -> list[pathlib.Path]:
   """Lists the safetensors files of a directory, all of them present.
 
@@ -38,14 +48,13 @@ def tensor_files(directory: str | os.PathLike) -> list[pathlib.Path]:
     FileNotFoundError: no weights at all, or the index names a shard that is not there.
   """
   directory = pathlib.Path(directory)
-  index = directory / "model.safetensors.index.json"
-  if index.is_file():
-    names = sorted(set(read_json(index).get("weight_map", {}).values()))
-    for name in names:
-      if not (directory / name).is_file():
-        raise FileNotFoundError(f"{directory / name}: shard named by {index.name} is missing")
-    if names:
-      return [directory / name for name in names]
+  names = sorted(set(read_weight_map(directory).values()))
+  for name in names:
+    if not (directory / name).is_file():
+      raise FileNotFoundError(f"{directory / name}: shard named by model.safetensors.index.json is "
+                              "missing")
+  if names:
+    return [directory / name for name in names]
   single = directory / "model.safetensors"
   if single.is_file():
     return [single]
@@ -56,24 +65,33 @@ def tensor_files(directory: str | os.PathLike) -> list[pathlib.Path]:
 def read_tensors(directory: str | os.PathLike) -> dict[str, np.ndarray]:
   """Reads every tensor of a checkpoint directory as NumPy arrays (bfloat16 by ml_dtypes).
 
-  With an index, the tensors must be exactly the index's.
+  With an index, the tensors of each shard must be exactly those that the index places there.
   """
+  weight_map = read_weight_map(directory)
+  files = tensor_files(directory)
   tensors: dict[str, np.ndarray] = {}
-  for path in tensor_files(directory):
+  for path in files:
     try:
       with safetensors.safe_open(str(path), framework="np") as f:
-        for name in f.keys():
+        names = set(f.keys())
+        if weight_map:
+          _check_shard(path, names, weight_map, file=path.relative_to(directory).as_posix())
+        for name in names:
           tensors[name] = f.get_tensor(name)
-    except safetensors.SafetensorError as e:
-      raise ValueError(f"{path}: found a broken safetensors file ({e})") from None
-  index = pathlib.Path(directory) / "model.safetensors.index.json"
-  if index.is_file():
-    expected = set(read_json(index).get("weight_map", {}))
-    for name in sorted(expected - set(tensors)):
-      raise ValueError(f"{index}: tensor {name} is named but found in no shard")
-    for name in sorted(set(tensors) - expected):
-      raise ValueError(f"{directory}: tensor {name} found in a shard, but {index.name} lacks it")
+    # The other two are raised for a dtype that NumPy has not.
+    except (safetensors.SafetensorError, AttributeError, TypeError) as e:
+      raise ValueError(f"{path}: found a broken safetensors file or dtype ({e})") from None
   return tensors
+
+
+def _check_shard(path: pathlib.Path, found: set[str], weight_map: Mapping[str, str], *,
+                 file: str) -> None:
+  expected = {name for name, place in weight_map.items() if place == file}
+  for name in sorted(expected - found):
+    raise ValueError(f"{path}: tensor {name} is missing, expected by the index")
+  for name in sorted(found - expected):
+    raise ValueError(f"{path}: tensor {name} is found here, but the index "
+                     f"{'places it in ' + weight_map[name] if name in weight_map else 'lacks it'}")
 
 
 def target_tensor_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
@@ -123,6 +141,9 @@ def target_params(tensors: Mapping[str, np.ndarray], config: TransformerConfig, 
   tensors = dict(tensors)
   drop_ignored(tensors, config)
   check_tensors(tensors, target_tensor_shapes(config), origin=origin)
+  for name, value in tensors.items():
+    if value.dtype not in _FLOATS:  # quantized weights need scales that nobody here applies
+      raise ValueError(f"{origin}: tensor {name} has dtype {value.dtype}, expected a float")
   params: dict[str, Any] = {}
   for name, value in tensors.items():
     path = name.removeprefix("model.").split(".")

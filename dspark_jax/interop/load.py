@@ -24,7 +24,7 @@ class Target:
     config: architecture.
     params: parameters of `Transformer`.
     path: the HF directory or GGUF file; the tokenizer is read from the same place.
-    stop_token_ids: end-of-sequence ids of config and generation config, in that order.
+    stop_token_ids: end-of-sequence ids of generation config and config, in that order.
     sampling: recommended sampling parameters (temperature, top_k, top_p, min_p), maybe empty.
   """
   config: TransformerConfig
@@ -90,7 +90,10 @@ def _load_hf(directory: pathlib.Path, dtype) -> Target:
 
 def _load_gguf(path: pathlib.Path, dtype, sampling) -> Target:
   raw, tensors = gguf.read_gguf(path)
-  config = config_from_hf(raw)
+  try:
+    config = config_from_hf(raw)
+  except ValueError as e:
+    raise ValueError(f"{path}: {e}") from None
   params = hf.target_params(tensors, config, origin=str(path), dtype=dtype)
   return Target(config=config, params=params, path=path,
                 stop_token_ids=hf.stop_ids_from([raw]), sampling=dict(sampling))
