@@ -20,12 +20,16 @@ def get_config():
   drafter.proposal_len = 7
   drafter.markov_rank = 64
   drafter.draft_vocab_size = 8192
+  drafter.copy_ngram = 4
   drafter.target_layer_ids = (1, 10, 19, 28)
   drafter.mask_token_id = 16  # <empty_output>, in no chat
   drafter.qk_norm = False  # the target has none, and a warm start copies its attention
 
   config.warm_start = warm_start = ml_collections.ConfigDict()
   warm_start.layer_ids = (28, 29)
+  warm_start.use_bigrams = True
+  warm_start.bigram_prefix = (1, 520, 9531, 198)  # <|im_start|>assistant\n
+  warm_start.output_scale = 0.2
 
   config.train = train = ml_collections.ConfigDict()
   train.seed = 0
@@ -43,6 +47,7 @@ def get_config():
   optimizer.max_steps = 3000
 
   train.loss = loss = ml_collections.ConfigDict()
+  loss.kl_weight = 0.0
   loss.ce_weight = 0.1
   loss.tv_weight = 0.9
   loss.confidence_weight = 1.0

@@ -49,7 +49,8 @@ def propose(frame: Frame, params, state: DecodeState, anchor_B, anchor_positions
     return Proposal(jnp.zeros((batch, 0), jnp.int32),
                     jnp.zeros((batch, 0, frame.target.vocab_size), jnp.float32), empty, empty)
   return frame.drafter.propose(params["drafter"], state.drafter, anchor_B, anchor_positions_B,
-                               state.sampling, **params["borrowed"])
+                               state.sampling, tokens_BxS=state.tokens_BxS,
+                               **params["borrowed"])
 
 
 def schedule(frame: Frame, state: DecodeState, proposal: Proposal) -> jax.Array:

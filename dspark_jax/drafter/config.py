@@ -37,6 +37,7 @@ class DrafterConfig:
     sample_from_anchor: True: slot k of G predicts position anchor + k + 1. False: slot 0 only
       conditions and slot k of G + 1 predicts anchor + k. A property of the weights, never guessed.
     markov_rank: r; 0 = no sequential head (DFlash).
+    copy_ngram: longest match of the copy head (`copy_head.py`), in tokens; 0 = no copy head.
     draft_vocab_size: Vd of a reduced draft vocabulary; None = the target's whole vocabulary.
     num_anchors, max_position_embeddings: carried for checkpoints; no computation reads them.
   """
@@ -62,6 +63,7 @@ class DrafterConfig:
   qk_norm: bool = True
   target_hidden_size: int | None = None
   draft_vocab_size: int | None = None
+  copy_ngram: int = 0
   num_anchors: int = 512
   max_position_embeddings: int = 2048
 
@@ -85,6 +87,8 @@ class DrafterConfig:
     _check(_is_int(self.mask_token_id) and 0 <= self.mask_token_id < self.vocab_size,
            "mask_token_id", self.mask_token_id, f"an id in [0, {self.vocab_size})")
     _check(_is_int(self.markov_rank) and self.markov_rank >= 0, "markov_rank", self.markov_rank,
+           "an integer >= 0")
+    _check(_is_int(self.copy_ngram) and self.copy_ngram >= 0, "copy_ngram", self.copy_ngram,
            "an integer >= 0")
     _check(self.markov_head_type in MARKOV_HEAD_TYPES, "markov_head_type", self.markov_head_type,
            f"one of {MARKOV_HEAD_TYPES}")

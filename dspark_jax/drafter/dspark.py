@@ -18,6 +18,7 @@ from dspark_jax import sampling
 from dspark_jax.drafter.backbone import Backbone
 from dspark_jax.drafter.confidence_head import ConfidenceHead
 from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.copy_head import CopyHead, find_copy
 from dspark_jax.drafter.sequential_head import SequentialHead
 from dspark_jax.types import Proposal
 from pallas_kernels import counter_rng
@@ -29,7 +30,7 @@ class DSparkDrafter(nn.Module):
   Draft g, 0-based, stands for position anchor + g + 1 under either slot convention, and its
   previous token is the anchor for g = 0, else draft g - 1 (in training: label g - 1).
   Parameters: backbone/{fc, hidden_norm, layers_{i}, norm}, markov_head (rank > 0),
-  confidence_head (when enabled).
+  confidence_head (when enabled), copy_head (copy_ngram > 0).
   """
   config: DrafterConfig
   dtype: Any = jnp.float32
@@ -41,11 +42,15 @@ class DSparkDrafter(nn.Module):
       self.markov_head = SequentialHead(c, self.dtype)
     if c.enable_confidence_head:
       self.confidence_head = ConfidenceHead(c.confidence_stop_gradient)
+    if c.copy_ngram:
+      self.copy_head = CopyHead(c.copy_ngram)
 
   def __call__(self, features_BxTxMD, anchor_positions_BxA, block_embeds_BxAxJxD,
                prev_tokens_BxAxG):
     """Training pass: (hidden [B, A, G, D], bias_in [B, A, G, r], confidence logits [B, A, G])."""
     hidden_BxAxGxD = self.train_hidden(features_BxTxMD, anchor_positions_BxA, block_embeds_BxAxJxD)
+    if self.config.copy_ngram:
+      self.copy_bias(hidden_BxAxGxD, jnp.zeros_like(prev_tokens_BxAxG))
     return (hidden_BxAxGxD, self.head_inputs(hidden_BxAxGxD, prev_tokens_BxAxG),
             self.confidence_logits(hidden_BxAxGxD, prev_tokens_BxAxG))
 
@@ -107,6 +112,10 @@ class DSparkDrafter(nn.Module):
     if self.config.confidence_head_with_markov:
       embed = self.markov_head.embed_previous(prev_tokens_xG)
     return self.confidence_head(hidden_xGxD, embed)
+
+  def copy_bias(self, hidden_xGxD: jax.Array, level_xG: jax.Array):
+    """(bias of the copied token's logit, addition to the confidence logit), float32 [..., G]."""
+    return self.copy_head(hidden_xGxD, level_xG)
 
   def init_carry(self, batch: int) -> jax.Array:
     """State of the sequential head before the first draft, [B, r] (width 0 unless rnn)."""
@@ -211,7 +220,8 @@ class DSparkProposer:
   def propose(self, params, state: kv_cache.KVCache, anchor_B: jax.Array,
               anchor_positions_B: jax.Array, sampling_params: sampling.SamplingParams, *,
               embed_VxD: jax.Array, lm_head_VdxD: jax.Array,
-              draft_ids: jax.Array | None = None) -> Proposal:
+              draft_ids: jax.Array | None = None,
+              tokens_BxS: jax.Array | None = None) -> Proposal:
     """Drafts one full block a request.
 
     Args:
@@ -224,9 +234,14 @@ class DSparkProposer:
       lm_head_VdxD: the target's LM head, or its rows `draft_ids`; hidden states are cast to its
         dtype.
       draft_ids: int32 [Vd], target ids of a reduced draft vocabulary; None = the whole.
+      tokens_BxS: int32, all tokens of the requests, anchors included, with room for G more;
+        needed by the copy head alone.
     """
     c = self.config
     self._check_vocabulary(embed_VxD, lm_head_VdxD, draft_ids)
+    if c.copy_ngram and tokens_BxS is None:
+      raise ValueError(f"tokens_BxS: found none with copy_ngram {c.copy_ngram}, expected the text "
+                       "to copy from")
     block_BxJxD = embed_block(c, embed_VxD, anchor_B)
     positions_BxJ = anchor_positions_B[:, None] + jnp.arange(c.num_slots)[None, :]
     hidden_BxGxD = self._apply(params, "draft_hidden", block_BxJxD, positions_BxJ, state,
@@ -242,11 +257,20 @@ class DSparkProposer:
       logits_BxV = base_logits_BxGxV[:, k]
       if c.markov_rank:
         logits_BxV = logits_BxV + layers.linear(bias_in_BxR, w2_VdxR).astype(jnp.float32)
+      if c.copy_ngram:
+        copies = jax.vmap(lambda t, p: find_copy(t, p, c.copy_ngram))(
+            tokens_BxS, anchor_positions_B + k + 1)
+        bias_B, more_B = self._apply(params, "copy_bias", hidden_BxGxD[:, k], copies.level)
+        confidence_logit_B = confidence_logit_B + more_B
+        logits_BxV = _add_at(logits_BxV, copies.token, bias_B, draft_ids)
       law_BxV = sampling.law_logits(logits_BxV, sampling_params, vocab_limit=self.vocab_limit,
                                     ids=draft_ids)
       words = counter_rng.noise_words(sampling_params.seed, counter_rng.DRAFT,
                                       anchor_positions_B, jnp.full_like(anchor_positions_B, k))
       prev_token_B = sampling.sample(law_BxV, words, ids=draft_ids)
+      if c.copy_ngram:
+        tokens_BxS = jax.vmap(lambda t, p, x: t.at[p].set(x))(
+            tokens_BxS, anchor_positions_B + k + 1, prev_token_B)
       drafts.append((prev_token_B, law_BxV, confidence_logit_B))
     tokens_BxG, draft_logits_BxGxV, confidence_logits_BxG = (
         jnp.stack(parts, axis=1) for parts in zip(*drafts))
@@ -267,3 +291,14 @@ class DSparkProposer:
          None if c.draft_vocab_size is None else (c.draft_vocab,))):
       if found != expected:
         raise ValueError(f"{name}: found shape {found}, expected {expected}")
+
+
+def _add_at(logits_BxV: jax.Array, token_B: jax.Array, bias_B: jax.Array,
+            draft_ids: jax.Array | None) -> jax.Array:
+  """Adds a bias to one token of each row; a token outside the draft vocabulary gets none."""
+  column_B, is_known_B = token_B, jnp.ones(token_B.shape, bool)
+  if draft_ids is not None:
+    column_B = jnp.minimum(jnp.searchsorted(draft_ids, token_B), draft_ids.shape[0] - 1)
+    is_known_B = draft_ids[column_B] == token_B
+  row_B = jnp.arange(token_B.shape[0])
+  return logits_BxV.at[row_B, column_B].add(jnp.where(is_known_B, bias_B, 0.0))

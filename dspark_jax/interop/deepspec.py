@@ -40,7 +40,7 @@ _COMMON = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_
            "num_kv_heads", "head_dim", "target_layer_ids", "num_target_layers", "mask_token_id",
            "markov_rank", "enable_confidence_head", "rms_norm_eps")
 _OWN = ("sample_from_anchor", "qk_norm", "confidence_stop_gradient", "target_hidden_size",
-        "draft_vocab_size")
+        "draft_vocab_size", "copy_ngram")
 _OPTIONAL = ("num_anchors", "max_position_embeddings")
 _CONDITIONAL = ("markov_head_type", "confidence_head_with_markov")
 _READ_ELSEWHERE = ("architectures", "model_type", "block_size", "layer_types",
@@ -180,7 +180,7 @@ def config_to_deepspec(config: DrafterConfig, *,
                        extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
   """Writes the flat config, with our own fields always stated."""
   is_reference = (config.sample_from_anchor and config.qk_norm and config.draft_vocab_size is None
-                  and config.target_hidden_size == config.hidden_size)
+                  and config.target_hidden_size == config.hidden_size and not config.copy_ngram)
   raw = {k: v for k, v in (extra or {}).items() if k in _IGNORED}
   raw |= {_RENAMED.get(f, f): getattr(config, f)
           for f in _COMMON + _OWN + _OPTIONAL + _CONDITIONAL}
@@ -349,7 +349,8 @@ def _param_path(name: str) -> list[str]:
     parts = [f"layers_{parts[1]}"] + parts[2:]
   if parts[0] == "markov_head" and parts[1] in ("markov_w1", "markov_w2"):
     parts = parts[:2]
-  return parts if parts[0] in ("markov_head", "confidence_head") else ["backbone"] + parts
+  own_heads = ("markov_head", "confidence_head", "copy_head")
+  return parts if parts[0] in own_heads else ["backbone"] + parts
 
 
 def _tensor_name(keys: tuple[str, ...]) -> str:

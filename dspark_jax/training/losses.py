@@ -85,8 +85,9 @@ def binary_cross_entropy(logits_x: jax.Array, labels_x: jax.Array) -> jax.Array:
 def sum_losses(hidden_BxAxGxD: jax.Array, bias_in_BxAxGxR: jax.Array, w2_VdxR: jax.Array,
                confidence_logits_BxAxG: jax.Array | None, *, target_hidden_BxTxD: jax.Array,
                lm_head_VdxD: jax.Array, blocks: Blocks, config: LossConfig,
-               draft_ids_Vd: jax.Array | None = None, target_lse_BxT: jax.Array | None = None
-               ) -> tuple[jax.Array, LossSums]:
+               draft_ids_Vd: jax.Array | None = None, target_lse_BxT: jax.Array | None = None,
+               copy_token_BxAxG: jax.Array | None = None,
+               copy_bias_BxAxG: jax.Array | None = None) -> tuple[jax.Array, LossSums]:
   """Returns (weighted sum of all terms, LossSums); gradients flow from the first alone.
 
   Args:
@@ -95,6 +96,7 @@ def sum_losses(hidden_BxAxGxD: jax.Array, bias_in_BxAxGxR: jax.Array, w2_VdxR: j
     confidence_logits_BxAxG: None without a confidence head.
     target_hidden_BxTxD: FINAL-NORMED hidden states of the target, one a position.
     lm_head_VdxD: frozen; the rows of the draft vocabulary.
+    copy_token_BxAxG, copy_bias_BxAxG: target ids and biases of the copy head, -1 = no copy.
     draft_ids_Vd, target_lse_BxT: both for a reduced draft vocabulary, neither for the whole.
   """
   B, A, G, D = hidden_BxAxGxD.shape
@@ -108,12 +110,18 @@ def sum_losses(hidden_BxAxGxD: jax.Array, bias_in_BxAxGxR: jax.Array, w2_VdxR: j
   lse_N = None
   if target_lse_BxT is not None:
     lse_N = flat(look_up(target_lse_BxT, blocks.law_positions_BxAxG))
+  copy = {}
+  if copy_token_BxAxG is not None:
+    copy_index_BxAxG = jnp.where(copy_token_BxAxG < 0, -1,
+                                 to_draft_index(copy_token_BxAxG, draft_ids_Vd))
+    copy = dict(copy_index_N=flat(copy_index_BxAxG), copy_bias_N=flat(copy_bias_BxAxG))
   loss, terms = distillation_loss.weighted_distillation_loss(
       flat(hidden_BxAxGxD), flat(look_up(target_hidden_BxTxD, blocks.law_positions_BxAxG)),
       lm_head_VdxD, flat(bias_in_BxAxGxR), w2_VdxR, flat(index_BxAxG),
       flat(config.ce_weight * weights_BxAxG), flat(config.tv_weight * weights_BxAxG),
       keep_N=flat(mask_BxAxG), target_lse_N=lse_N, chunk=config.chunk,
-      kl_weights_N=flat(config.kl_weight * weights_BxAxG) if config.kl_weight else None)
+      kl_weights_N=flat(config.kl_weight * weights_BxAxG) if config.kl_weight else None,
+      **copy)
   ce_BxAxG, tv_BxAxG, accept_BxAxG = (term.reshape(B, A, G) for term in terms)
   confidence = jnp.float32(0.0)
   if confidence_logits_BxAxG is not None:

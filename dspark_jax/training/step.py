@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dspark_jax.drafter import copy_head
 from dspark_jax.drafter import dspark
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.target.config import TransformerConfig
@@ -130,8 +131,12 @@ def _head(frozen: Frozen) -> jax.Array:
 
 
 def sum_block_losses(params: Any, frozen: Frozen, target_out, blocks: anchors.Blocks, *,
-                     objective: Objective) -> tuple[jax.Array, losses.LossSums]:
-  """Drafter forward and loss of the given blocks: (loss sum, LossSums)."""
+                     objective: Objective, input_ids_BxT: jax.Array | None = None
+                     ) -> tuple[jax.Array, losses.LossSums]:
+  """Drafter forward and loss of the given blocks: (loss sum, LossSums).
+
+  A drafter with a copy head needs `input_ids_BxT`, the text that it copies from.
+  """
   hidden_BxTxD, features_BxTxMD, lse_BxT = target_out
   config = objective.drafter_config
   drafter = dspark.DSparkDrafter(config, objective.dtype)
@@ -146,11 +151,22 @@ def sum_block_losses(params: Any, frozen: Frozen, target_out, blocks: anchors.Bl
   confidence = None
   if config.enable_confidence_head:
     confidence = apply(draft_BxAxGxD, blocks.prev_tokens_BxAxG, method="confidence_logits")
+  copy = {}
+  if config.copy_ngram:
+    copies = copy_head.find_copies(input_ids_BxT, config.copy_ngram)
+    # Label k stands one after the position whose law predicts it.
+    label_positions_BxAxG = jnp.minimum(blocks.law_positions_BxAxG + 1,
+                                        input_ids_BxT.shape[1] - 1)
+    token, level = jax.vmap(lambda rows, at: jax.tree.map(lambda row: row[at], rows))(
+        (copies.token, copies.level), label_positions_BxAxG)
+    bias_BxAxG, more_BxAxG = apply(draft_BxAxGxD, level, method="copy_bias")
+    copy = dict(copy_token_BxAxG=jnp.where(level > 0, token, -1), copy_bias_BxAxG=bias_BxAxG)
+    confidence = None if confidence is None else confidence + more_BxAxG
   return losses.sum_losses(
       draft_BxAxGxD, apply(draft_BxAxGxD, blocks.prev_tokens_BxAxG, method="head_inputs"),
       apply(method="bias_weight"), confidence, target_hidden_BxTxD=hidden_BxTxD,
       lm_head_VdxD=jax.lax.stop_gradient(head_VdxD), blocks=blocks, config=objective.loss,
-      draft_ids_Vd=frozen.draft_ids_Vd, target_lse_BxT=lse_BxT)
+      draft_ids_Vd=frozen.draft_ids_Vd, target_lse_BxT=lse_BxT, **copy)
 
 
 def sum_batch_losses(params: Any, frozen: Frozen, batch, key: jax.Array, *, objective: Objective
@@ -161,7 +177,8 @@ def sum_batch_losses(params: Any, frozen: Frozen, batch, key: jax.Array, *, obje
                                                    num_anchors=objective.num_anchors)
   blocks = anchors.gather_blocks(batch["input_ids"], batch["loss_mask"], positions_BxA, keep_BxA,
                                  proposal_len=objective.drafter_config.proposal_len)
-  return sum_block_losses(params, frozen, target_out, blocks, objective=objective)
+  return sum_block_losses(params, frozen, target_out, blocks, objective=objective,
+                          input_ids_BxT=batch["input_ids"])
 
 
 def accumulate(params: Any, frozen: Frozen, batches, key: jax.Array, *, objective: Objective):

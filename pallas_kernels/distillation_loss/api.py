@@ -58,11 +58,15 @@ def weighted_distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: j
                                w2_VdxR: jax.Array, labels_N: jax.Array, ce_weights_N: jax.Array,
                                tv_weights_N: jax.Array, *, keep_N: jax.Array | None = None,
                                kl_weights_N: jax.Array | None = None,
+                               copy_index_N: jax.Array | None = None,
+                               copy_bias_N: jax.Array | None = None,
                                target_lse_N: jax.Array | None = None,
                                implementation: str = "auto", chunk: int = reference.CHUNK):
   """Returns (sum(ce_weights * ce + tv_weights * tv), (ce_N, tv_N, accept_N) detached).
 
-  With `kl_weights_N` the sum has kl_weights * kl too.
+  With `kl_weights_N` the sum has kl_weights * kl too. With `copy_index_N` (int index into the
+  draft vocabulary, -1 = none) each token's draft logit at its index gets `copy_bias_N` (float32,
+  differentiated) on top.
 
   The same maths as `distillation_loss` for weights known beforehand, which lets the gradient be
   made in the forward pass, from laws computed once: 5 products of N x Vd x D instead of 7 or 8.
@@ -72,7 +76,8 @@ def weighted_distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: j
   _check(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N,
          target_lse_N, implementation, chunk)
   for name, weights_N in (("ce_weights_N", ce_weights_N), ("tv_weights_N", tv_weights_N),
-                          ("kl_weights_N", kl_weights_N)):
+                          ("kl_weights_N", kl_weights_N), ("copy_index_N", copy_index_N),
+                          ("copy_bias_N", copy_bias_N)):
     if weights_N is not None:
       _expect(name, weights_N, labels_N.shape)
   if keep_N is None:
@@ -82,9 +87,11 @@ def weighted_distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: j
   tv_weights_N = jnp.where(keep_N, tv_weights_N, 0.0).astype(jnp.float32)
   if kl_weights_N is not None:
     kl_weights_N = jnp.where(keep_N, kl_weights_N, 0.0).astype(jnp.float32)
-  loss, terms = _weighted(chunk, draft_hidden_NxD, bias_in_NxR, w2_VdxR, target_hidden_NxD,
-                          lm_head_VdxD, labels_N, target_lse_N, ce_weights_N, tv_weights_N,
-                          kl_weights_N, keep_N)
+  if (copy_index_N is None) != (copy_bias_N is None):
+    raise ValueError("copy_bias_N: expected together with copy_index_N, found one of them")
+  loss, terms = _weighted(chunk, draft_hidden_NxD, bias_in_NxR, w2_VdxR, copy_bias_N,
+                          copy_index_N, target_hidden_NxD, lm_head_VdxD, labels_N, target_lse_N,
+                          ce_weights_N, tv_weights_N, kl_weights_N, keep_N)
   return loss, jax.lax.stop_gradient(terms[:3])
 
 
@@ -146,7 +153,7 @@ def _per_token_forward(chunk, *args):
 def _per_token_backward(chunk, args, cotangents):
   hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N, target_lse_N = args
   d_ce_N, d_tv_N, _ = cotangents  # accept is detached
-  _, d_hidden, d_bias_in, d_w2 = reference.terms_and_gradients(
+  _, d_hidden, d_bias_in, d_w2, _ = reference.terms_and_gradients(
       hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N, d_ce_N,
       d_tv_N, chunk=chunk, with_terms=False)
   return d_hidden, d_bias_in, d_w2, None, None, None, None
@@ -156,31 +163,29 @@ _per_token.defvjp(_per_token_forward, _per_token_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weighted(chunk, hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N,
-              target_lse_N, ce_weights_N, tv_weights_N, kl_weights_N, keep_N):
-  terms = reference.terms_and_gradients(
-      hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N,
-      ce_weights_N, tv_weights_N, kl_weights_N, keep_N=keep_N, chunk=chunk,
-      with_gradients=False)[0]
-  return _weigh(terms, ce_weights_N, tv_weights_N, kl_weights_N), terms
+def _weighted(chunk, *args):
+  return _run_weighted(chunk, *args, with_gradients=False)[0]
 
 
-def _weigh(terms, ce_weights_N, tv_weights_N, kl_weights_N):
-  loss = jnp.sum(ce_weights_N * terms[0]) + jnp.sum(tv_weights_N * terms[1])
-  return loss if kl_weights_N is None else loss + jnp.sum(kl_weights_N * terms[3])
-
-
-def _weighted_forward(chunk, hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N,
-                      target_lse_N, ce_weights_N, tv_weights_N, kl_weights_N, keep_N):
+def _run_weighted(chunk, hidden_NxD, bias_in_NxR, w2_VdxR, copy_bias_N, copy_index_N, target_NxD,
+                  lm_head_VdxD, labels_N, target_lse_N, ce_weights_N, tv_weights_N, kl_weights_N,
+                  keep_N, *, with_gradients: bool = True):
+  """Returns ((loss, terms), gradients of the first four)."""
+  copy_N = None if copy_index_N is None else (copy_index_N, copy_bias_N)
   terms, *gradients = reference.terms_and_gradients(
       hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N,
-      ce_weights_N, tv_weights_N, kl_weights_N, keep_N=keep_N, chunk=chunk)
-  return (_weigh(terms, ce_weights_N, tv_weights_N, kl_weights_N), terms), gradients
+      ce_weights_N, tv_weights_N, kl_weights_N, copy_N, keep_N=keep_N, chunk=chunk,
+      with_gradients=with_gradients)
+  loss = jnp.sum(ce_weights_N * terms[0]) + jnp.sum(tv_weights_N * terms[1])
+  if kl_weights_N is not None:
+    loss = loss + jnp.sum(kl_weights_N * terms[3])
+  return (loss, terms), gradients
 
 
 def _weighted_backward(chunk, gradients, cotangents):
   scale = cotangents[0]  # the terms are detached
-  return tuple(g * scale.astype(g.dtype) for g in gradients) + (None,) * 8
+  scaled = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
+  return *scaled, *(None,) * 9
 
 
-_weighted.defvjp(_weighted_forward, _weighted_backward)
+_weighted.defvjp(_run_weighted, _weighted_backward)

@@ -35,12 +35,16 @@ def _logits(x_CxD: jax.Array, w_VxD: jax.Array) -> jax.Array:
                              preferred_element_type=jnp.float32)
 
 
-def _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C, *, with_kl: bool):
+def _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C, copy_C, *, with_kl: bool):
   """Returns (terms (ce, tv, accept, kl), what the gradient needs) of one chunk.
 
   x = [draft hidden; bias input], joint = [LM head; w2], so E = D + R.
   """
   logits_CxVd = _logits(x_CxE, joint_VdxE)
+  if copy_C is not None:
+    index_C, bias_C = copy_C
+    logits_CxVd = logits_CxVd.at[jnp.arange(index_C.shape[0]), jnp.maximum(index_C, 0)].add(
+        jnp.where(index_C >= 0, bias_C, 0.0))
   draft_lse_C = _log_sum_exp(logits_CxVd)
   draft_CxVd = jnp.exp(logits_CxVd - draft_lse_C[:, None])
   target_logits_CxVd = _logits(target_CxD, joint_VdxE[:, :target_CxD.shape[1]])
@@ -63,9 +67,9 @@ def _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C, *, with_k
   return (ce_C, tv_C, 1.0 - 0.5 * tv_C, kl_C), (draft_CxVd, target_CxVd)
 
 
-def _chunk_gradients(saved, x_CxE, joint_VdxE, labels_C, d_ce_C, d_tv_C, d_kl_C,
+def _chunk_gradients(saved, x_CxE, joint_VdxE, labels_C, d_ce_C, d_tv_C, d_kl_C, copy_C,
                      num_head_columns):
-  """Gradients of sum(d_ce * ce + d_tv * tv + d_kl * kl): (d x_CxE, d w2_VdxR).
+  """Gradients of sum(d_ce * ce + d_tv * tv + d_kl * kl): (d x_CxE, d w2_VdxR, d copy_bias_C).
 
   d tv / d logit_v = p_v (s_v - sum_u p_u s_u), s = sign(p_d - p_t), 0 where they are equal;
   d ce / d logit_v = p_v - [v = label], nothing where the label is outside;
@@ -83,11 +87,15 @@ def _chunk_gradients(saved, x_CxE, joint_VdxE, labels_C, d_ce_C, d_tv_C, d_kl_C,
     d_logits_CxVd = d_logits_CxVd - d_kl_C[:, None] * target_CxVd
   row_C = jnp.arange(labels_C.shape[0])
   d_logits_CxVd = d_logits_CxVd.at[row_C, jnp.maximum(labels_C, 0)].add(-d_ce_C)
+  d_bias_C = None
+  if copy_C is not None:
+    index_C, _ = copy_C
+    d_bias_C = jnp.where(index_C >= 0, d_logits_CxVd[row_C, jnp.maximum(index_C, 0)], 0.0)
   d_logits_CxVd = d_logits_CxVd.astype(x_CxE.dtype)
   d_x_CxE = jnp.dot(d_logits_CxVd, joint_VdxE, preferred_element_type=jnp.float32)
   d_w2_VdxR = jax.lax.dot_general(d_logits_CxVd, x_CxE[:, num_head_columns:],
                                   (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-  return d_x_CxE, d_w2_VdxR
+  return d_x_CxE, d_w2_VdxR, d_bias_C
 
 
 def _split(array_Nx, chunk: int, fill=0):
@@ -123,56 +131,59 @@ def _joint(hidden_NxD, bias_in_NxR, lm_head_VdxD, w2_VdxR):
 
 
 def _scan_terms(x_NxE, joint_VdxE, target_NxD, labels_N, target_lse_N, d_ce_N, d_tv_N, d_kl_N,
-                keep_N, chunk, with_terms: bool, with_gradients: bool):
-  """The one loop: per-token terms and, with gradients, (d x, d w2) for the given cotangents."""
+                keep_N, copy_N, chunk, with_terms: bool, with_gradients: bool):
+  """The one loop: per-token terms and, with gradients, (d x, d copy_bias, d w2)."""
   num_tokens, num_head_columns = target_NxD.shape
   rank = x_NxE.shape[1] - num_head_columns
   xs = (_split(x_NxE, chunk), _split(target_NxD.astype(x_NxE.dtype), chunk),
         _split(labels_N, chunk, -1), _split(d_ce_N, chunk), _split(d_tv_N, chunk),
         None if d_kl_N is None else _split(d_kl_N, chunk),
-        None if target_lse_N is None else _split(target_lse_N, chunk))
+        None if target_lse_N is None else _split(target_lse_N, chunk),
+        None if copy_N is None else (_split(copy_N[0], chunk, -1), _split(copy_N[1], chunk)))
 
   def one_chunk(d_w2_VdxR, item):
-    x_CxE, target_CxD, labels_C, d_ce_C, d_tv_C, d_kl_C, target_lse_C = item
-    terms, saved = _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C,
+    x_CxE, target_CxD, labels_C, d_ce_C, d_tv_C, d_kl_C, target_lse_C, copy_C = item
+    terms, saved = _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C, copy_C,
                                with_kl=d_kl_C is not None)
-    d_x_CxE = None
+    d_x_CxE = d_bias_C = None
     if with_gradients:
-      d_x_CxE, more = _chunk_gradients(saved, x_CxE, joint_VdxE, labels_C, d_ce_C, d_tv_C,
-                                       d_kl_C, num_head_columns)
+      d_x_CxE, more, d_bias_C = _chunk_gradients(saved, x_CxE, joint_VdxE, labels_C, d_ce_C, d_tv_C,
+                                       d_kl_C, copy_C, num_head_columns)
       d_w2_VdxR = d_w2_VdxR + more
-    return d_w2_VdxR, (terms if with_terms else None, d_x_CxE)
+    return d_w2_VdxR, (terms if with_terms else None, d_x_CxE, d_bias_C)
 
   carry = jnp.zeros((joint_VdxE.shape[0], rank if with_gradients else 0), jnp.float32)
-  d_w2_VdxR, (terms, d_x) = _run_chunks(one_chunk, carry, xs, _split(keep_N, chunk, False))
-  terms, d_x_NxE = jax.tree.map(lambda a: _join(a, num_tokens), (terms, d_x))
-  return terms, d_x_NxE, d_w2_VdxR
+  d_w2_VdxR, per_token = _run_chunks(one_chunk, carry, xs, _split(keep_N, chunk, False))
+  return *jax.tree.map(lambda a: _join(a, num_tokens), per_token), d_w2_VdxR
 
 
 def terms_and_gradients(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR,
-                        labels_N, target_lse_N, d_ce_N, d_tv_N, d_kl_N=None, *, chunk: int,
-                        keep_N=None, with_terms: bool = True, with_gradients: bool = True):
-  """Returns ((ce_N, tv_N, accept_N, kl_N), d hidden_NxD, d bias_in_NxR, d w2_VdxR).
+                        labels_N, target_lse_N, d_ce_N, d_tv_N, d_kl_N=None, copy_N=None, *,
+                        chunk: int, keep_N=None, with_terms: bool = True,
+                        with_gradients: bool = True):
+  """Returns ((ce_N, tv_N, accept_N, kl_N), d hidden, d bias_in, d w2, d copy bias).
 
-  d_kl_N = None leaves the KL term out (kl_N is 0 then).
+  d_kl_N = None leaves the KL term out (kl_N is 0 then); copy_N is (index_N, bias_N) or None.
   """
   x_NxE, joint_VdxE = _joint(draft_hidden_NxD, bias_in_NxR, lm_head_VdxD, w2_VdxR)
   if keep_N is None:
     keep_N = jnp.ones(labels_N.shape, bool)
-  tokens = (x_NxE, target_hidden_NxD, labels_N, target_lse_N, d_ce_N, d_tv_N, d_kl_N, keep_N)
+  tokens = (x_NxE, target_hidden_NxD, labels_N, target_lse_N, d_ce_N, d_tv_N, d_kl_N, keep_N,
+            copy_N)
   # Dropped tokens go to the end, where whole chunks of them are skipped.
   order_N = jnp.argsort(~keep_N, stable=True)
   x_NxE, target_NxD, *rest = jax.tree.map(lambda a: a[order_N], tokens)
-  terms, d_x_NxE, d_w2_VdxR = _scan_terms(
+  terms, d_x_NxE, d_bias_N, d_w2_VdxR = _scan_terms(
       x_NxE, joint_VdxE, target_NxD, *rest, min(chunk, max(labels_N.shape[0], 1)), with_terms,
       with_gradients)
   back_N = jnp.argsort(order_N)
-  terms, d_x_NxE = jax.tree.map(lambda a: a[back_N], (terms, d_x_NxE))
+  terms, d_x_NxE, d_bias_N = jax.tree.map(lambda a: a[back_N], (terms, d_x_NxE, d_bias_N))
   if not with_gradients:
-    return terms, None, None, None
+    return terms, None, None, None, None
   num_columns = draft_hidden_NxD.shape[1]
   return (terms, d_x_NxE[:, :num_columns].astype(draft_hidden_NxD.dtype),
-          d_x_NxE[:, num_columns:].astype(bias_in_NxR.dtype), d_w2_VdxR.astype(w2_VdxR.dtype))
+          d_x_NxE[:, num_columns:].astype(bias_in_NxR.dtype), d_w2_VdxR.astype(w2_VdxR.dtype),
+          d_bias_N)
 
 
 def target_lse(hidden_NxD, lm_head_VxD, *, chunk: int):

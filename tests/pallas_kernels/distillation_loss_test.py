@@ -188,6 +188,35 @@ def test_kl_term(is_reduced):
                                rtol=1e-4)
 
 
+def test_copy_bias():
+  case = make_case(37, 12, 50, 5)
+  args = arguments(case)
+  rng = np.random.default_rng(5)
+  index_N = jnp.asarray(rng.integers(-1, 50, 37))
+  copy_bias_N = jnp.asarray(rng.normal(size=37) * 2, jnp.float32)
+  weights = [jnp.asarray(case[k], jnp.float32) for k in ("ce_weights", "tv_weights")]
+
+  def loss(hidden, w2, copy_bias):
+    return dl.weighted_distillation_loss(hidden, *args[1:4], w2, args[5], *weights, chunk=8,
+                                         copy_index_N=index_N, copy_bias_N=copy_bias)[0]
+
+  def naive(hidden, w2, copy_bias):
+    logits = hidden @ args[2].T + args[3] @ w2.T
+    logits += jax.nn.one_hot(index_N, 50) * copy_bias[:, None]  # index -1 is no column
+    log_d = jax.nn.log_softmax(logits)
+    p_t = jax.nn.softmax(args[1] @ args[2].T)
+    ce = -jnp.take_along_axis(log_d, jnp.maximum(args[5], 0)[:, None], 1)[:, 0]
+    tv = jnp.abs(jnp.exp(log_d) - p_t).sum(1)
+    return jnp.sum(weights[0] * jnp.where(args[5] >= 0, ce, 0)) + jnp.sum(weights[1] * tv)
+
+  point = (args[0], args[4], copy_bias_N)
+  with jax.default_matmul_precision("highest"):
+    found = jax.value_and_grad(loss, (0, 1, 2))(*point)
+    expected = jax.value_and_grad(naive, (0, 1, 2))(*point)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(a, b, atol=5 * TOL, rtol=1e-4)
+
+
 def test_weight_0_is_not_dropped():
   # A confidence loss alone still needs the accept rates.
   case = make_case()
