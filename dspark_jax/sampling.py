@@ -36,7 +36,9 @@ class SamplingParams:
   seed: jax.Array  # uint32
 
 
-def make_sampling_params(batch, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
+def make_sampling_params(
+  batch: int, *, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0
+) -> SamplingParams:
   """Returns SamplingParams for `batch` requests; every argument is one value or one per request.
 
   Raises ValueError naming the field for temperature < 0 or not finite, top_k < 0,
@@ -73,7 +75,13 @@ def _check(name, found, is_ok, expected):
     raise ValueError(f"{name}: found {bad}, expected {expected}")
 
 
-def law_logits(logits, params, *, vocab_limit=None, ids=None):
+def law_logits(
+  logits: jax.Array,
+  params: SamplingParams,
+  *,
+  vocab_limit: int | None = None,
+  ids: jax.Array | None = None,
+) -> jax.Array:
   """Returns the law after temperature and filters as float32 logits, -inf for removed tokens.
 
   `logits` is [B, ..., V] of any float type, `params` SamplingParams of [B]. The result has its
@@ -119,7 +127,9 @@ def law_logits(logits, params, *, vocab_limit=None, ids=None):
   return jnp.where(find_laws(rows_xV)[:, None], law_xV, jnp.nan).reshape(logits.shape)
 
 
-def sample(law_logits, words, *, ids=None):
+def sample(
+  law_logits: jax.Array, words: jax.Array, *, ids: jax.Array | None = None
+) -> jax.Array:
   """Draws one token id per row, int32 [...], from law logits [..., V] and noise words [..., 2].
 
   `ids` (int [V]) are the target ids of the columns of a reduced vocabulary; noise belongs to the

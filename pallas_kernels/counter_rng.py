@@ -7,6 +7,7 @@ threefry key from which the noise of any single vocabulary id can be had without
 others.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -23,7 +24,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 
 
-def threefry2x32(key, counter):
+def threefry2x32(key, counter) -> tuple[jax.Array, jax.Array]:
   """Returns two uint32 arrays, the 20-round Threefry-2x32 block of `counter` under `key`.
 
   `key` and `counter` are pairs of uint32 arrays (or scalars) that broadcast against each other.
@@ -43,7 +44,7 @@ def threefry2x32(key, counter):
   return x0, x1
 
 
-def noise_words(seed, purpose, position, slot):
+def noise_words(seed, purpose: int, position, slot) -> jax.Array:
   """Returns the two noise words of a draw, uint32 [..., 2].
 
   `seed`, `position` and `slot` are integers or integer arrays aligned at their leading axes (a [B]
@@ -58,7 +59,7 @@ def noise_words(seed, purpose, position, slot):
   return jnp.stack(jnp.broadcast_arrays(*words), axis=-1)
 
 
-def uniform_at(words, ids):
+def uniform_at(words: jax.Array, ids) -> jax.Array:
   """Returns float32 uniforms in [2^-33, 1 - 2^-24], one per id: shape as for `gumbel`.
 
   All 32 bits are used, so that events of probability 1e-9 happen as often as they should; never 0
@@ -73,7 +74,7 @@ def uniform_at(words, ids):
   return jnp.minimum(uniforms, jnp.float32(1 - 2.0**-24))
 
 
-def gumbel(words, ids):
+def gumbel(words: jax.Array, ids) -> jax.Array:
   """Returns standard Gumbel noise for vocabulary ids, float32 [..., V], at most 22.9.
 
   `words` is uint32 [..., 2]. `ids` is int [V], shared by all rows, or int [..., V] with the leading
@@ -83,12 +84,12 @@ def gumbel(words, ids):
   return -jnp.log(-jnp.log1p(-uniform_at(words, ids)))
 
 
-def uniform(words):
+def uniform(words: jax.Array) -> jax.Array:
   """Returns the acceptance coin of each pair of words, float32 [...] in [2^-33, 1 - 2^-24]."""
   return uniform_at(words, jnp.uint32(COIN_ID))[..., 0]
 
 
-def gumbel_argmax(logits, words, ids=None):
+def gumbel_argmax(logits: jax.Array, words: jax.Array, ids=None) -> jax.Array:
   """Draws one index per row from softmax(logits), int32 [...]: exact, by the Gumbel-max trick.
 
   `logits` is float32 [..., V], `words` uint32 [..., 2], `ids` int [V] the vocabulary ids of the

@@ -1,10 +1,11 @@
 """Row reductions that XLA's own make slow (argmax) or wrong (validity) on CPU."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-def first_argmax(scores):
+def first_argmax(scores: jax.Array) -> jax.Array:
   """Returns the lowest index of the maximum along the last axis, int32 [...], in range for any row.
 
   Two vector reductions: XLA's own argmax is a scalar loop on CPU, three to eight times slower.
@@ -15,7 +16,7 @@ def first_argmax(scores):
   return jnp.where(found == scores.shape[-1], 0, found)
 
 
-def find_laws(logits):
+def find_laws(logits: jax.Array) -> jax.Array:
   """Returns whether each row of logits is a law, bool [...]: no NaN, no +inf, something finite.
 
   By comparisons only: XLA's fast CPU max and exp may turn a NaN into a number, so isfinite of a

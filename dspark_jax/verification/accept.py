@@ -1,10 +1,11 @@
 """Acceptance: raw target logits and a proposal -> how many drafts stand, and the token after
 them."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dspark_jax.sampling import law_logits
+from dspark_jax.sampling import SamplingParams, law_logits
 from dspark_jax.types import Verdict
 from pallas_kernels.counter_rng import COIN, RECOVER, noise_words, uniform
 from pallas_kernels.rejection_sampling import rejection_sampling
@@ -13,17 +14,17 @@ from pallas_kernels.rows import find_laws, first_argmax
 
 
 def accept(
-  target_logits_BxWxV,
-  draft_tokens_BxG,
+  target_logits_BxWxV: jax.Array,
+  draft_tokens_BxG: jax.Array,
   *,
-  draft_logits_BxGxD,
-  verify_lens_B,
-  params,
-  anchor_positions_B,
-  draft_ids=None,
-  vocab_limit=None,
-  implementation="auto",
-):
+  draft_logits_BxGxD: jax.Array,
+  verify_lens_B: jax.Array,
+  params: SamplingParams,
+  anchor_positions_B: jax.Array,
+  draft_ids: jax.Array | None = None,
+  vocab_limit: int | None = None,
+  implementation: str = "auto",
+) -> Verdict:
   """Returns the Verdict on a round's drafts; committed tokens follow the target's law exactly.
 
   Target row j decides the token at position anchor + j + 1; its coin and its recovery noise are

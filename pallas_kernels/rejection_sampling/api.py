@@ -1,5 +1,6 @@
 """Speculative rejection sampling: the one public function of the family."""
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
@@ -7,16 +8,16 @@ from pallas_kernels.rejection_sampling.reference import rejection_sampling_refer
 
 
 def rejection_sampling(
-  target_logits_BxWxV,
-  draft_logits_BxGxD,
-  draft_tokens_BxG,
+  target_logits_BxWxV: jax.Array,
+  draft_logits_BxGxD: jax.Array,
+  draft_tokens_BxG: jax.Array,
   *,
-  verify_lens_B,
-  coins_BxG,
-  noise_words_BxWx2,
-  draft_ids=None,
-  implementation="auto",
-):
+  verify_lens_B: jax.Array,
+  coins_BxG: jax.Array,
+  noise_words_BxWx2: jax.Array,
+  draft_ids: jax.Array | None = None,
+  implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Accepts the longest exact prefix of the drafts and draws one more token.
 
   With p_k, q_k the target's and the drafter's law of row k: draft x_k is accepted iff it and all

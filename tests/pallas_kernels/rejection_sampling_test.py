@@ -190,7 +190,7 @@ def test_verify_length_ends_the_drafts(implementation):
 
 @pytest.mark.parametrize("length", [0, 1, 2])
 def test_the_bonus_is_plain_sampling_bit_for_bit(length, implementation):
-  # The row after the last verified draft, whatever the drafter thinks there (it has a row for 0, 1).
+  # The row after the last verified draft, whatever the drafter thinks there (rows 0 and 1).
   p = np.random.default_rng(1).dirichlet(np.ones(20), 3)
   kwargs = {"coins": 0.0, "num": 500, "implementation": implementation}
   found = run(p, p[:2, ::-1], [0, 0], lens=length, **kwargs)
