@@ -19,7 +19,7 @@ from tests import oracles
 from tests.toy_decoder import NUM_DRAWS, NUM_TOKENS, compile_toy, compute_p_value
 from tests.toy_decoder import compute_target_law, count_sequences, make_tables
 
-MIN_P_VALUE = 1e-4  # per test, fixed seeds; some 80 honest tests
+MIN_P_VALUE = 1e-4  # per test, fixed seeds; some 65 honest tests
 MAX_P_VALUE_OF_A_FAULT = 1e-9
 
 # Honest decoding ---------------------------------------------------------------------------------
@@ -38,10 +38,12 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.4])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize("name", ["3 tokens, 2 drafts", "5 tokens, 3 drafts"])
+@pytest.mark.parametrize(
+  "name, threshold",
+  [("3 tokens, 2 drafts", 0.0), ("3 tokens, 2 drafts", 0.4), ("5 tokens, 3 drafts", 0.4)],
+)
 def test_tokens_follow_the_target(name, temperature, filters, threshold):
   p_value = compute_p_value(TABLES[name], threshold, temperature=temperature, **filters)
   assert p_value > MIN_P_VALUE
