@@ -195,7 +195,7 @@ def test_absent_rope_is_the_default():
      r"rope_parameters\.original_max_position_embeddings: missing"),
     # Someone adds yarn to a file of the newer kind, as model cards of the older kind advise.
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-      "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rope_scaling\.rope_type: found 'yarn'"),
+      "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"scaling\.rope_type: found 'yarn'"),
     ({"rope_parameters": {"rope_type": "linear", "factor": 2.0},
       "rope_scaling": {"type": "linear", "factor": 4.0}}, r"rope_scaling\.factor: found 4\.0"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}},

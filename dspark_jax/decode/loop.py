@@ -53,7 +53,8 @@ def prefill(frame: Frame, params, prompts_BxT: jax.Array, prompt_lens_B: jax.Arr
   tokens_BxS = jnp.full((batch, num_slots), PAD, jnp.int32)
   tokens_BxS = tokens_BxS.at[:, :T].set(
       jnp.where(jnp.arange(T)[None, :] < prompt_lens_B[:, None], prompts_BxT, PAD))
-  tokens_BxS = jax.vmap(lambda row, i, t: row.at[i].set(t))(tokens_BxS, prompt_lens_B, first_B)
+  tokens_BxS = jax.vmap(lambda row, i, t: row.at[i].set(t))(
+      tokens_BxS, prompt_lens_B, jnp.where(is_valid_B, first_B, PAD))
   drafter_state = None
   if frame.drafter is not None:
     drafter_state = frame.drafter.init_state(batch, num_slots)
@@ -99,7 +100,7 @@ def start(frame: Frame, params, prompts: Sequence[Sequence[int]], *,
     ValueError: empty prompt, id outside the vocabulary, max_new_tokens < 1, prompt too long.
   """
   batch = len(prompts)
-  max_new = np.broadcast_to(np.asarray(max_new_tokens, np.int64), (batch,))
+  max_new = _read_max_new_tokens(max_new_tokens, batch)
   bound = frame.target.max_position_embeddings if max_slots is None else max_slots
   check_prompts(prompts, max_new, bound=bound, vocab_size=frame.target.vocab_size)
   lens = np.array([len(p) for p in prompts], np.int32)
@@ -118,6 +119,14 @@ def generate(frame: Frame, params, prompts: Sequence[Sequence[int]], **kwargs) -
   """Decodes a batch of prompts to the end; arguments as for `start`."""
   return run_rounds(frame, params, start(frame, params, prompts, **kwargs),
                     jnp.int32(np.iinfo(np.int32).max))
+
+
+def _read_max_new_tokens(max_new_tokens, batch: int) -> np.ndarray:
+  """Returns int64 [batch] from one integer, or one a request."""
+  found = np.asarray(max_new_tokens)
+  if found.dtype.kind not in "iu" or found.shape not in ((), (batch,)):
+    raise ValueError(f"max_new_tokens: found {max_new_tokens!r}, expected one integer or {batch}")
+  return np.broadcast_to(found.astype(np.int64), (batch,))
 
 
 def check_prompts(prompts, max_new_tokens, *, bound: int, vocab_size: int) -> None:

@@ -17,8 +17,7 @@ class FixedLength:
   length: int
 
   def __post_init__(self):
-    if self.length < 0:
-      raise ValueError(f"length: found {self.length}, expected an integer >= 0")
+    _check_length(self.length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +30,8 @@ class ConfidenceThreshold:
   length: int | None = None
 
   def __post_init__(self):
-    if self.length is not None and self.length < 0:
-      raise ValueError(f"length: found {self.length}, expected an integer >= 0")
+    if self.length is not None:
+      _check_length(self.length)
     if not 0.0 <= self.threshold <= 1.0:
       raise ValueError(
           f"confidence_threshold: found {self.threshold}, expected a number in [0, 1]")
@@ -43,6 +42,7 @@ Policy = FixedLength | ConfidenceThreshold
 
 def max_verify_len(policy: Policy | None, proposal_len: int) -> int:
   """Returns the most drafts a policy can ever verify: the static width of the verify pass."""
+  _check_policy(policy)
   if policy is None or policy.length is None:
     return proposal_len
   return min(policy.length, proposal_len)
@@ -52,10 +52,17 @@ def choose_verify_lens(policy: Policy | None, confidence_BxG: jax.Array) -> jax.
   """Returns int32 [B] verify lengths in 0..G; no policy verifies every draft."""
   batch, proposal_len = confidence_BxG.shape
   length = max_verify_len(policy, proposal_len)
-  if policy is None or isinstance(policy, FixedLength):
-    return jnp.full((batch,), length, jnp.int32)
   if isinstance(policy, ConfidenceThreshold):
     is_kept_BxG = jnp.cumprod((confidence_BxG >= policy.threshold).astype(jnp.int32), axis=1)
     return is_kept_BxG[:, :length].sum(axis=1, dtype=jnp.int32)
-  raise TypeError(f"policy: found {type(policy).__name__}, expected FixedLength or "
-                  "ConfidenceThreshold")
+  return jnp.full((batch,), length, jnp.int32)
+
+
+def _check_length(length) -> None:
+  if not isinstance(length, int) or length < 0:
+    raise ValueError(f"length: found {length!r}, expected an integer >= 0")
+
+
+def _check_policy(policy) -> None:
+  if policy is not None and not isinstance(policy, Policy):
+    raise TypeError(f"policy: found {policy!r}, expected FixedLength, ConfidenceThreshold or None")

@@ -116,7 +116,7 @@ def test_old_rope_buffers_are_ignored(raw, tensors):
 
 
 @pytest.mark.parametrize("change, message", [
-    (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight is m"),
+    (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "layers.1.mlp.up_proj.weight is missing"),
     (lambda t: t.pop("model.layers.0.self_attn.q_proj.bias"), "0.self_attn.q_proj.bias is missing"),
     (lambda t: t.update({"model.nrom.weight": t.pop("model.norm.weight")}),
      "model.norm.weight is missing"),
@@ -168,7 +168,7 @@ def test_index_of_another_run(sharded):
 def test_stale_index(sharded):
   """A tensor that the index lacks, one that no shard has, one that lies in another shard."""
   edit_index(sharded, lambda m: m.pop("model.norm.weight"))
-  with pytest.raises(ValueError, match="tensor model.norm.weight is found here, but the index lacks"):
+  with pytest.raises(ValueError, match="model.norm.weight is found here, but the index lacks it"):
     hf.read_tensors(sharded)
 
 

@@ -53,7 +53,7 @@ def test_generation_config(saved):
     (dict(model_type="mamba"), "config.json: model_type: found 'mamba'"),
     (dict(hidden_size=None), "config.json: hidden_size: found None"),
     (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "config.json: rope_type: found 'dyn"),
-    (dict(vocab_size=40), r"tensor lm_head.weight has shape \(41, 32\)|embed_tokens.weight has shape"),
+    (dict(vocab_size=40), r"(lm_head|embed_tokens).weight has shape \(41, 32\), expected \(40"),
     (dict(num_hidden_layers=3), "tensor model.layers.2.input_layernorm.weight is missing"),
     (dict(num_hidden_layers=1), "tensor model.layers.1.input_layernorm.weight is unexpected"),
     (dict(model_type="llama"), "tensor model.layers.0.self_attn.k_norm.weight is unexpected"),
@@ -114,7 +114,8 @@ def test_packaged_model():
   target = load_target("SmolLM2-135M-Instruct")
   config = target.config
   assert (config.model_type, config.vocab_size, config.hidden_size) == ("llama", 49152, 576)
-  assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
+  assert (config.num_layers, config.num_heads, config.num_kv_heads) == (30, 9, 3)
+  assert config.head_dim == 64
   assert config.tie_word_embeddings and "lm_head" not in target.params
   assert (config.rms_norm_eps, config.rope.rope_theta) == (1e-5, 1e5)
   assert target.path.suffix == ".gguf" and target.stop_token_ids == (2,)

@@ -78,7 +78,8 @@ def test_logits_and_hidden_states(tmp_path, family, fields):
   with jax.default_matmul_precision("highest"):
     found, last, taps = run(target.params, jnp.asarray(TOKENS))
   worst = np.abs(found - logits).max()
-  print(f"{family} {fields}: max |difference| {worst:.1e} of logits up to {np.abs(logits).max():.1f}")
+  print(f"{family} {fields}: max |difference| {worst:.1e} of logits up to "
+        f"{np.abs(logits).max():.1f}")
   np.testing.assert_allclose(found, logits, rtol=0, atol=TOL)
   np.testing.assert_allclose(last, hidden[-1], rtol=0, atol=TOL)
   np.testing.assert_allclose(taps, np.concatenate(hidden[:2], axis=-1), rtol=0, atol=TOL)

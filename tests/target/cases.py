@@ -58,8 +58,8 @@ def write_target(path: pathlib.Path, raw, tensors, *, num_shards: int = 1, gener
   return path
 
 
-def make_target(family: str = "llama", **fields):
+def make_target(family: str = "llama", *, seed: int = 0, **fields):
   """Returns (config, params) without files."""
   raw = make_raw(family, **fields)
   config = config_from_hf(raw)
-  return config, hf.target_params(make_tensors(raw), config, origin="toy")
+  return config, hf.target_params(make_tensors(raw, seed=seed), config, origin="toy")

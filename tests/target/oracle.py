@@ -21,7 +21,8 @@ def run_decoder(raw, tensors, tokens):
     return y + get(name + ".bias") if name + ".bias" in tensors else y
 
   def rotate(x):  # [T, heads, head_dim]
-    angle = np.arange(len(x))[:, None] * raw["rope_theta"] ** (-np.arange(0, head_dim, 2) / head_dim)
+    frequency = raw["rope_theta"] ** (-np.arange(0, head_dim, 2) / head_dim)
+    angle = np.arange(len(x))[:, None] * frequency
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     a, b = np.split(x, 2, axis=-1)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
