@@ -16,6 +16,7 @@ from pallas_kernels import counter_rng
 
 PROMPT_BUCKET = 64  # prompts are padded to multiples of this, so that few shapes are compiled
 SLOT_BUCKET = 64
+STOP_BUCKET = 4
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -147,10 +148,10 @@ def check_prompts(prompts, max_new_tokens, *, bound: int, vocab_size: int) -> No
 
 
 def pad_stop_ids(stop_ids, batch: int) -> jax.Array:
-  """Returns int32 [B, E] from one list for all or one list a request."""
+  """Returns int32 [B, E] from one list for all or one list a request; E is a multiple of 4."""
   is_nested = len(stop_ids) > 0 and not np.isscalar(stop_ids[0])
   lists = [list(s) for s in stop_ids] if is_nested else [list(stop_ids)] * batch
   if len(lists) != batch:
     raise ValueError(f"stop_ids: found {len(lists)} lists, expected one for all or {batch}")
-  width = max(1, max(len(s) for s in lists))
+  width = round_up(max(1, max(len(s) for s in lists)), STOP_BUCKET)
   return jnp.asarray([s + [PAD] * (width - len(s)) for s in lists], jnp.int32)
