@@ -41,22 +41,31 @@ def get_config():
   drafter.num_layers = 1
   drafter.proposal_len = 5
   drafter.markov_rank = 32
-  drafter.draft_vocab_size = 4096
+  drafter.draft_vocab_size = 2048
+  drafter.copy_ngram = 4
   drafter.target_layer_ids = (1, 15, 28)
   drafter.mask_token_id = 16  # <empty_output>, in no chat
   drafter.qk_norm = False
 
   training.warm_start = warm_start = ml_collections.ConfigDict()
   warm_start.layer_ids = (29,)
+  warm_start.use_bigrams = True
+  warm_start.bigram_prefix = (1, 520, 9531, 198)  # <|im_start|>assistant\n
+  warm_start.output_scale = 0.2
 
   training.train = train = ml_collections.ConfigDict()
-  train.batch_size = 4
-  train.num_anchors = 32
-  train.max_minutes = 2.0
+  train.batch_size = 2
+  train.num_anchors = 64
+  train.max_minutes = 2.5
   train.log_every = 2
   train.checkpoint_every = 0
 
   train.optimizer = optimizer = ml_collections.ConfigDict()
   optimizer.learning_rate = 1e-3
   optimizer.max_steps = 60
+
+  train.loss = loss = ml_collections.ConfigDict()
+  loss.kl_weight = 0.5
+  loss.ce_weight = 0.0
+  loss.tv_weight = 0.5
   return config

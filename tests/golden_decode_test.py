@@ -11,7 +11,6 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 

@@ -141,8 +141,8 @@ def check_prompts(prompts, max_new_tokens, *, bound: int, vocab_size: int) -> No
     if max_new < 1:
       raise ValueError(f"max_new_tokens: found {max_new}, expected an integer >= 1")
     if len(prompt) + 1 > bound:
-      raise ValueError(f"{where}: found {len(prompt)} tokens, expected at most {bound - 1}, so that "
-                       f"one new token fits a cache of {bound}")
+      raise ValueError(f"{where}: found {len(prompt)} tokens, expected at most {bound - 1}, so "
+                       f"that one new token fits a cache of {bound}")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
       raise ValueError(f"{where}: found token ids outside [0, {vocab_size})")
 

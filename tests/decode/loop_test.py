@@ -248,7 +248,7 @@ def test_b14_seeds():
 
 
 def test_caches_after_a_generation_are_those_of_a_prefill():
-  """Target's keys and values and the drafter's context: rows before each anchor (faults B20, B23)."""
+  """Keys and values of target and drafter: rows before each anchor (faults B20, B23)."""
   frame, params = cases.make_pair()
   state = mixed_state()
   tokens = cases.tokens_of(state)

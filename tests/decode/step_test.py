@@ -166,7 +166,8 @@ def test_b20_dead_rows_are_never_read():
   clean = run_round(frame, params, state)
   assert bool(poisoned.is_valid_B.all())
   assert cases.tokens_of(poisoned) == cases.tokens_of(clean)
-  is_live = ~(jnp.arange(state.cache.num_slots)[None] >= clean.lens_B[:, None] - 1)[:, None, :, None]
+  is_live = jnp.arange(state.cache.num_slots)[None] < clean.lens_B[:, None] - 1
+  is_live = is_live[:, None, :, None]
   for found, expected in zip(jax.tree.leaves(poisoned.cache), jax.tree.leaves(clean.cache)):
     np.testing.assert_array_equal(jnp.where(is_live, found, 0), jnp.where(is_live, expected, 0))
 

@@ -116,7 +116,7 @@ def test_old_rope_buffers_are_ignored(raw, tensors):
 
 
 @pytest.mark.parametrize("change, message", [
-    (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "layers.1.mlp.up_proj.weight is missing"),
+    (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "1.mlp.up_proj.weight is missing"),
     (lambda t: t.pop("model.layers.0.self_attn.q_proj.bias"), "0.self_attn.q_proj.bias is missing"),
     (lambda t: t.update({"model.nrom.weight": t.pop("model.norm.weight")}),
      "model.norm.weight is missing"),
