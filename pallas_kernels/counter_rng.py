@@ -56,7 +56,8 @@ def noise_words(seed, purpose: int, position, slot) -> jax.Array:
     a.reshape(a.shape + (1,) * (rank - a.ndim)) for a in (seed, position, slot)
   )
   words = threefry2x32((seed, jnp.uint32(purpose)), (position, slot))
-  return jnp.stack(jnp.broadcast_arrays(*words), axis=-1)
+  # Words become keys of a second threefry; fused into one, XLA of jax 0.12 does not finish compiling.
+  return lax.optimization_barrier(jnp.stack(jnp.broadcast_arrays(*words), axis=-1))
 
 
 def uniform_at(words: jax.Array, ids) -> jax.Array:

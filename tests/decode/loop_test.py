@@ -82,6 +82,7 @@ def test_dspark_equals_plain_and_gets_drafts_accepted():
 # --- where a generation ends -------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_b16_a_stop_id_at_every_slot():
   """One prompt six times; request i stops at its i-th new token: i = 0 is the prefill's, 1..5 are
   slots of the first block. Nothing follows, and nobody else is disturbed."""
@@ -179,6 +180,7 @@ def assert_same_requests(found, expected, rows=slice(None)):
   np.testing.assert_array_equal(found.is_valid_B, expected.is_valid_B[rows])
 
 
+@pytest.mark.smoke
 def test_each_request_alone_and_in_a_mixed_batch():
   frame, params = cases.make_pair()
   expected = mixed_state()
