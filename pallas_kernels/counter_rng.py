@@ -56,7 +56,7 @@ def noise_words(seed, purpose: int, position, slot) -> jax.Array:
     a.reshape(a.shape + (1,) * (rank - a.ndim)) for a in (seed, position, slot)
   )
   words = threefry2x32((seed, jnp.uint32(purpose)), (position, slot))
-  # Words become keys of a second threefry; fused into one, XLA of jax 0.12 does not finish compiling.
+  # Words become keys of a second threefry; fusing the two, XLA of jax 0.12 compiles without end.
   return lax.optimization_barrier(jnp.stack(jnp.broadcast_arrays(*words), axis=-1))
 
 
