@@ -47,6 +47,16 @@ def test_names_of_a_checkpoint():
       layer + "mlp.down_proj.weight": (32, 48)}
 
 
+def test_b48_shapes_of_qwen3_0_6b():
+  """Width 1024, 16 heads of 128: q_proj is [2048, 1024] and the norms are per head."""
+  shapes = hf.target_tensor_shapes(config_from_hf(cases.make_raw(
+      "qwen3", hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128)))
+  at = "model.layers.1.self_attn."
+  assert shapes[at + "q_proj.weight"] == (2048, 1024)
+  assert shapes[at + "k_proj.weight"] == (1024, 1024)
+  assert shapes[at + "o_proj.weight"] == (1024, 2048) and shapes[at + "q_norm.weight"] == (128,)
+
+
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16, np.float64])
 def test_every_tensor_arrives(tmp_path, raw, tensors, dtype, num_shards):
