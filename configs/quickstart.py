@@ -28,14 +28,14 @@ def get_config():
 
   # The small drafter: text to learn from, and the run.
   config.is_training = True
-  config.num_train_prompts = 128
+  config.num_train_prompts = 160
   config.answers = answers = ml_collections.ConfigDict()
   answers.batch_size = 32
   answers.max_new_tokens = 64
   answers.max_len = 128
   config.training = training = ml_collections.ConfigDict()
   training.max_len = 128
-  training.num_eval_rows = 8
+  training.num_eval_rows = 16
 
   training.drafter = drafter = ml_collections.ConfigDict()
   drafter.num_layers = 1
@@ -54,15 +54,16 @@ def get_config():
   warm_start.output_scale = 0.2
 
   training.train = train = ml_collections.ConfigDict()
-  train.batch_size = 2
+  train.batch_size = 4
   train.num_anchors = 64
-  train.max_minutes = 2.5
-  train.log_every = 2
+  train.max_minutes = 3.0
+  train.log_every = 5
+  train.eval_every = 15
   train.checkpoint_every = 0
 
   train.optimizer = optimizer = ml_collections.ConfigDict()
   optimizer.learning_rate = 1e-3
-  optimizer.max_steps = 60
+  optimizer.max_steps = 90
 
   train.loss = loss = ml_collections.ConfigDict()
   loss.kl_weight = 0.5

@@ -55,11 +55,11 @@ def train(config, model: DSpark, workdir: pathlib.Path) -> None:
       checkpointer=Checkpointer(workdir / "checkpoints", config=run_config.fingerprint()))
   save_drafter(workdir / "drafter", run_config.drafter, result.params, draft_ids=result.draft_ids)
   log = [json.loads(line) for line in (workdir / METRICS_FILE).read_text().splitlines()]
-  taus = [(r["step"], r["tau_prob"]) for r in log if r["split"] == "train"]
-  shown = taus[::max(1, len(taus) // 8)]
-  print("tau_prob by step: " + ", ".join(f"{step}: {tau:.2f}" for step, tau in shown))
-  print(f"on held-out rows: {log[-1]['tau_prob']:.2f}; curves: {workdir / 'curves.png'}; "
-        f"drafter: {workdir / 'drafter'} (start again to train on, if time ended it)")
+  taus = {r["step"]: r["tau_prob"] for r in log if r["split"] == "eval"}
+  print("tau_prob on held-out rows: "
+        + ", ".join(f"step {step}: {tau:.2f}" for step, tau in taus.items()))
+  print(f"curves: {workdir / 'curves.png'}, drafter: {workdir / 'drafter'}"
+        + ("" if result.train.is_finished else "; time is up, start again to train on"))
 
 
 def main(config):

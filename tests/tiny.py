@@ -19,9 +19,10 @@ import tokenizers
 from dspark_jax.data.quiet import import_transformers
 from dspark_jax.drafter import dspark
 from dspark_jax.drafter.config import config_for_target
-from dspark_jax.interop import deepspec, hf
+from dspark_jax.interop import deepspec
 from dspark_jax.target.config import TransformerConfig
 from dspark_jax.target.transformer import Transformer
+from tests import hf_layout
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|mask|>")
 NUM_IDS = 256 + len(SPECIAL)
@@ -73,32 +74,6 @@ def make_target_params():
   return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-def hf_tensors(config: TransformerConfig, params) -> dict[str, np.ndarray]:
-  """Parameters of `Transformer` under their Hugging Face names."""
-  tensors = {}
-  for name in hf.target_tensor_shapes(config):
-    path = name.removeprefix("model.").split(".")
-    if path[0] == "layers":
-      path = [f"layers_{path[1]}", *path[2:]]
-    node = params
-    for key in path[:1] if path[0] in ("embed_tokens", "lm_head") else path:
-      node = node[key]
-    tensors[name] = np.asarray(node)
-  return tensors
-
-
-def hf_config(config: TransformerConfig) -> dict:
-  """config.json of a target with plain RoPE."""
-  return {
-      "model_type": config.model_type, "vocab_size": config.vocab_size,
-      "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
-      "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
-      "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim,
-      "rms_norm_eps": config.rms_norm_eps, "rope_theta": config.rope.rope_theta,
-      "max_position_embeddings": config.max_position_embeddings,
-      "tie_word_embeddings": config.tie_word_embeddings, "eos_token_id": STOP_ID}
-
-
 def save_target(directory: pathlib.Path, **changes) -> pathlib.Path:
   """Writes config (with changes), generation config, weights and tokenizer.
 
@@ -106,10 +81,11 @@ def save_target(directory: pathlib.Path, **changes) -> pathlib.Path:
   """
   directory.mkdir(parents=True)
   make_tokenizer().save_pretrained(directory)
-  (directory / "config.json").write_text(json.dumps(hf_config(CONFIG) | changes))
+  config = hf_layout.make_config(CONFIG, eos_token_id=STOP_ID) | changes
+  (directory / "config.json").write_text(json.dumps(config))
   (directory / "generation_config.json").write_text(json.dumps(
       {"eos_token_id": [STOP_ID], "do_sample": True, "temperature": 0.7, "top_p": 0.9}))
-  safetensors.numpy.save_file(hf_tensors(CONFIG, make_target_params()),
+  safetensors.numpy.save_file(hf_layout.make_tensors(CONFIG, make_target_params()),
                               directory / "model.safetensors")
   return directory
 

@@ -33,7 +33,7 @@ def test_whole_main_job(tmp_path, capsys):
   out, work = capsys.readouterr().out, tmp_path / "work"
   assert out.count("greedy tokens identical to plain for 3 of 3") == 2
   assert "accept rate by position" in out and "fixed 2" in out and "threshold 0.4" in out
-  assert "tau_prob by step: 1: " in out and "on held-out rows: " in out
+  assert "tau_prob on held-out rows: step 2: " in out and "time is up" not in out
   for name in ("accept_rate.png", "speed.png", "training/curves.png"):
     assert (work / name).stat().st_size > 5000
   config, _, stored = load_drafter(work / "training" / "drafter")

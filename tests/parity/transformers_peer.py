@@ -11,7 +11,7 @@ from typing import Callable, Sequence
 import torch
 import transformers
 
-from tests import tiny
+from tests import hf_layout
 
 CLASSES = {"llama": transformers.LlamaForCausalLM, "qwen3": transformers.Qwen3ForCausalLM}
 
@@ -32,9 +32,9 @@ def load_model(target) -> transformers.PreTrainedModel:
   if target.config.rope.rope_type != "default":
     raise ValueError(f"rope_type: found {target.config.rope.rope_type!r}, expected 'default'")
   make = CLASSES[target.config.model_type]
-  model = make(make.config_class(**tiny.hf_config(target.config)))
+  model = make(make.config_class(**hf_layout.make_config(target.config)))
   tensors = {name: torch.tensor(x) for name, x in
-             tiny.hf_tensors(target.config, target.params).items()}
+             hf_layout.make_tensors(target.config, target.params).items()}
   if target.config.tie_word_embeddings:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
   model.load_state_dict(tensors)
