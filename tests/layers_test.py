@@ -14,6 +14,10 @@ LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_fa
               original_max_position_embeddings=8192)
 
 
+attend = jax.jit(layers.attend, static_argnames="scale")
+rope_tables = jax.jit(layers.rope_tables, static_argnums=(0, 1))
+
+
 def normal(seed, *shape):
   return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
@@ -98,7 +102,7 @@ def test_default_frequencies_and_tables():
   inv, scale = layers.rope_frequencies(RopeConfig(rope_theta=100.0), 4)
   np.testing.assert_allclose(inv, [1.0, 0.1], rtol=1e-6)
   assert scale == 1.0 and inv.dtype == np.float32
-  cos, sin = layers.rope_tables(RopeConfig(rope_theta=100.0), 4, jnp.array([[0, 3]]))
+  cos, sin = rope_tables(RopeConfig(rope_theta=100.0), 4, jnp.array([[0, 3]]))
   np.testing.assert_allclose(cos[0], [[1, 1], [math.cos(3), math.cos(0.3)]], rtol=1e-6)
   np.testing.assert_allclose(sin[0], [[0, 0], [math.sin(3), math.sin(0.3)]], rtol=1e-6)
 
@@ -130,7 +134,7 @@ def test_b47_yarn_scale(factor, attention_factor, scale):
   rope = RopeConfig("yarn", 5e5, factor, original_max_position_embeddings=8192,
                     attention_factor=attention_factor)
   assert layers.rope_frequencies(rope, 64)[1] == pytest.approx(scale, abs=5e-7)
-  cos, _ = layers.rope_tables(rope, 64, jnp.zeros((1, 1), jnp.int32))
+  cos, _ = rope_tables(rope, 64, jnp.zeros((1, 1), jnp.int32))
   np.testing.assert_allclose(cos, scale, rtol=1e-6)
 
 
@@ -238,7 +242,7 @@ def test_attention_over_two_stretches(num_kv_heads):
   k, v = normal(1, 2, num_kv_heads, 9, 6), normal(2, 2, num_kv_heads, 9, 6)
   mask = np.random.default_rng(3).random((2, 3, 9)) < 0.6
   mask[..., 7] = True
-  found = layers.attend(jnp.asarray(q), [k[:, :, :5], k[:, :, 5:]], [v[:, :, :5], v[:, :, 5:]],
+  found = attend(jnp.asarray(q), [k[:, :, :5], k[:, :, 5:]], [v[:, :, :5], v[:, :, 5:]],
                         [jnp.asarray(mask[..., :5]), jnp.asarray(mask[..., 5:])], scale=0.3)
   np.testing.assert_allclose(found, attend_in_numpy(q, k, v, mask, 0.3), rtol=0, atol=2e-6)
 
@@ -247,20 +251,20 @@ def test_unseen_rows_may_hold_garbage():
   """The contract of dead cache rows (fault B20): keys anything, values anything finite."""
   q, k, v = normal(0, 1, 2, 4, 6), normal(1, 1, 2, 8, 6), normal(2, 1, 2, 8, 6)
   mask = jnp.asarray(np.arange(8)[None, None] < 5).repeat(2, axis=1)
-  clean = layers.attend(jnp.asarray(q), [k], [v], [mask], scale=0.4)
+  clean = attend(jnp.asarray(q), [k], [v], [mask], scale=0.4)
   k[:, :, 5:], v[:, :, 5:] = np.nan, 3e38
-  found = layers.attend(jnp.asarray(q), [k], [v], [mask], scale=0.4)
+  found = attend(jnp.asarray(q), [k], [v], [mask], scale=0.4)
   np.testing.assert_array_equal(found, clean)
   k[:, :, 5:] = np.inf
   np.testing.assert_array_equal(
-      layers.attend(jnp.asarray(q), [k], [v], [mask], scale=0.4), clean)
+      attend(jnp.asarray(q), [k], [v], [mask], scale=0.4), clean)
 
 
 def test_a_query_with_nothing_to_see_is_zero():
   """No NaN (fault B27), and its neighbours are untouched."""
   q, k, v = normal(0, 1, 2, 2, 4), normal(1, 1, 2, 3, 4), normal(2, 1, 2, 3, 4)
   mask = np.array([[[False] * 3, [True] * 3]])
-  found = np.asarray(layers.attend(jnp.asarray(q), [k], [v], [jnp.asarray(mask)], scale=1.0))
+  found = np.asarray(attend(jnp.asarray(q), [k], [v], [jnp.asarray(mask)], scale=1.0))
   np.testing.assert_array_equal(found[:, 0], 0.0)
   np.testing.assert_allclose(found[:, 1:], attend_in_numpy(
       q[:, 1:], k, v, np.ones((1, 1, 3), bool), 1.0), rtol=0, atol=1e-6)
@@ -270,7 +274,7 @@ def test_huge_scores_do_not_overflow():
   q, k = np.full((1, 1, 1, 2), 1e4, np.float32), np.eye(2, dtype=np.float32).reshape(1, 1, 2, 2)
   k[0, 0, 1] *= -1
   v = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32).reshape(1, 1, 2, 2)
-  found = layers.attend(jnp.asarray(q), [k], [v], [jnp.ones((1, 1, 2), bool)], scale=1.0)
+  found = attend(jnp.asarray(q), [k], [v], [jnp.ones((1, 1, 2), bool)], scale=1.0)
   np.testing.assert_array_equal(found[0, 0, 0], [1.0, 0.0])
 
 
