@@ -31,7 +31,7 @@ pytestmark = pytest.mark.golden
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_compilation():
-  """Full float32 matmuls; and LLVM's expensive passes off, which halves the time of this file.
+  """Full float32 matmuls; and LLVM's expensive passes off, which saves a third of compilation.
 
   What those passes do to the same programs is covered by tests/decode.
   """
