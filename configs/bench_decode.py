@@ -1,7 +1,7 @@
 """Speed of decoding, one request at a time, greedy: plain, DSpark fixed, DSpark with threshold.
 
   python -m experiments.bench_decode --config=configs/bench_decode.py \
-      --config.prompts=DIRECTORY_OF_JSONL --config.out=bench.json
+      --config.prompts=DIRECTORY_OF_JSONL --config.out=runs/bench.json
 
 Expected: a table of tokens/s, speed-up over plain decoding, tau, verify rate, milliseconds a round
 and accept rate by position, for all prompts and for each file; compile and warm-up seconds; how
@@ -27,5 +27,5 @@ def get_config():
   config.thresholds = (0.3, 0.5)
   config.peer = "tests.parity.transformers_peer"  # module; used where torch is installed
   config.compilation_cache = ""  # directory of JAX's persistent cache
-  config.out = "bench_decode.json"
+  config.out = "runs/bench_decode.json"
   return config

@@ -1,7 +1,7 @@
 """The target answers prompts in bulk: training text for a drafter.
 
   python -m experiments.regenerate --config=configs/regenerate.py \
-      --config.out=data/rows.jsonl --config.num_prompts=2000
+      --config.out=runs/rows.jsonl --config.num_prompts=2000
 
 Expected: a progress bar with tokens/s, then a line of counts; one JSON object a conversation in
 `out`, {"id", "domain", "input_ids", "loss_mask"}. Started again, it answers what is missing.
@@ -18,7 +18,7 @@ def get_config():
   # "builtin", or a JSONL file or directory: lines with `turns` (texts) or `messages`.
   config.prompts = "builtin"
   config.num_prompts = 2000  # of the built-in generator; of a file the first so many, 0 = all
-  config.out = "data/rows.jsonl"
+  config.out = "runs/rows.jsonl"
   config.seed = 0  # of prompts and answers
 
   config.batch_size = 32

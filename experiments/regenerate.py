@@ -1,6 +1,6 @@
 """The target answers prompts in bulk, as training text for a drafter.
 
-  python -m experiments.regenerate --config=configs/regenerate.py --config.out=data/rows.jsonl
+  python -m experiments.regenerate --config=configs/regenerate.py --config.out=runs/rows.jsonl
 
 Prompts come from the built-in generator or from JSONL (`--config.prompts=FILE`). Started again with
 the same flags, it goes on where it was stopped.

@@ -56,6 +56,7 @@ def test_a_list_is_a_batch_and_neighbours_do_not_matter(model):
   assert isinstance(model.generate([PROMPT], max_new_tokens=1), list)
 
 
+@pytest.mark.smoke
 def test_greedy_is_plain_and_drafts_are_accepted(model):
   fast = model.generate(PROMPT, max_new_tokens=40, stop_ids=[])
   plain = model.generate(PROMPT, max_new_tokens=40, stop_ids=[], is_speculative=False)

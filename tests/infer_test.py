@@ -40,6 +40,7 @@ def run(directories, capsys):
   return call
 
 
+@pytest.mark.smoke
 def test_prints_the_answer_alone_on_stdout(run, expected):
   code, out, err = run("--prompt", PROMPT, "--max-new-tokens", 20)
   assert code == 0 and out == expected.text + "\n"

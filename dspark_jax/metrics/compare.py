@@ -82,9 +82,11 @@ def run_interleaved(methods: Mapping[str, Callable[[Any], Decoded]], prompts: Se
   return runs
 
 
-def summarize(runs: Sequence[Run], *, baseline: str) -> list[Report]:
-  """Returns a report for each method, in order of first appearance, the baseline first."""
+def summarize(runs: Sequence[Run], *, baseline: str,
+              order: Sequence[str] = ()) -> list[Report]:
+  """Returns a report for each method: the baseline, those of `order`, the rest as they appear."""
   by_method: dict[str, dict[tuple[int, int], Run]] = {baseline: {}}
+  by_method |= {name: {} for name in order if any(run.method == name for run in runs)}
   for run in runs:
     by_method.setdefault(run.method, {})[run.prompt, run.repeat] = run
   base = by_method[baseline]
@@ -99,7 +101,7 @@ def summarize_domains(runs: Sequence[Run], domains: Sequence[str], *,
   tables = {"all": summarize(runs, baseline=baseline)}
   for domain in dict.fromkeys(domains):
     tables[domain] = summarize([r for r in runs if domains[r.prompt] == domain],
-                               baseline=baseline)
+                               baseline=baseline, order=[r.method for r in tables["all"]])
   return tables
 
 

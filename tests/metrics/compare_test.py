@@ -80,6 +80,14 @@ def test_domains():
   assert tables["all"][0].num_prompts == 2
 
 
+def test_methods_have_one_order_in_all_tables():
+  names = ("plain", "b", "c")
+  answers = {(m, i, 0): Answer([1], 1.0) for i in range(2) for m in names[2 * i:] + names[:2 * i]}
+  tables = compare.summarize_domains(make_runs(answers), ["x", "y"], baseline="plain")
+  assert {k: tuple(r.method for r in v) for k, v in tables.items()} == dict.fromkeys(
+      ("all", "x", "y"), names)
+
+
 def test_baseline_must_have_run():
   with pytest.raises(ValueError, match="baseline"):
     compare.summarize(make_runs({("a", 0, 0): Answer([1], 1.0)}), baseline="plain")
