@@ -15,6 +15,7 @@ _LIBRARY = [
     "gguf>=0.17",
     "grain>=0.2.12",
     "huggingface_hub>=1.0",
+    "jinja2>=3.1",  # chat templates: transformers does not require it by itself
     "jax>=0.10.2",
     "matplotlib>=3.9",
     "ml_collections>=1.1",

@@ -1,7 +1,7 @@
 """The public reference's recipe for Qwen3-4B: DSpark, or DFlash with `:dflash`.
 
   python -m experiments.train_drafter --config=configs/qwen3_4b_reference.py \
-      --config.data=data/ --workdir=runs/qwen3_4b
+      --config.data=data/ --config.workdir=runs/qwen3_4b
 
 Needs accelerators: 512 sequences of 4,096 tokens a step (batch_size x accumulation). After 10
 epochs the paper reports accepted lengths of 6.11 on GSM8K, 5.38 on HumanEval and 3.64 on MT-Bench
@@ -19,6 +19,8 @@ def get_config(variant: str = "dspark"):
   config = ml_collections.ConfigDict()
   config.target = "Qwen/Qwen3-4B"
   config.data = "data"  # a directory of *.jsonl, as experiments/regenerate.py writes
+  config.workdir = "runs/qwen3_4b"  # checkpoints, logs, curves, the drafter
+  config.start_drafter = ""  # directory of a drafter to train further
   config.max_len = 4096  # tokens a sequence
   config.num_eval_rows = 64
   config.export_dtype = "bfloat16"

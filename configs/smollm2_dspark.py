@@ -1,7 +1,7 @@
 """DSpark drafter for SmolLM2-135M-Instruct, sized for a 2-core CPU.
 
   python -m experiments.train_drafter --config=configs/smollm2_dspark.py \
-      --config.data=data.jsonl --workdir=runs/smollm2
+      --config.data=data.jsonl --config.workdir=runs/smollm2
 """
 
 import ml_collections
@@ -11,6 +11,8 @@ def get_config():
   config = ml_collections.ConfigDict()
   config.target = "smollm2-135m-instruct"
   config.data = "data.jsonl"  # or a directory of *.jsonl, as experiments/regenerate.py writes
+  config.workdir = "runs/smollm2"  # checkpoints, logs, curves, the drafter
+  config.start_drafter = ""  # directory of a drafter to train further
   config.max_len = 256  # tokens a sequence
   config.num_eval_rows = 16
   config.export_dtype = "bfloat16"

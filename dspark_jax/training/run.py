@@ -33,22 +33,26 @@ class RunConfig:
     max_len: tokens a sequence; longer rows are cut.
     num_eval_rows: rows held out for evaluation, spread evenly over the file.
     drafter: overrides of `config_for_target`; mask_token_id is required.
+    start_drafter: name of the drafter that the run starts from, '' = a new one. Kept so that a
+      checkpoint knows where it came from; `run` gets the drafter itself.
   """
   max_len: int
   num_eval_rows: int
   drafter: DrafterConfig
   train: TrainConfig
   warm_start: warm_start.WarmStartConfig
+  start_drafter: str = ""
 
   def fingerprint(self) -> dict[str, Any]:
     """JSON-able; what a checkpoint must agree with."""
     return {"max_len": self.max_len, "num_eval_rows": self.num_eval_rows,
             "drafter": dataclasses.asdict(self.drafter), "train": self.train.fingerprint(),
-            "warm_start": dataclasses.asdict(self.warm_start)}
+            "warm_start": dataclasses.asdict(self.warm_start),
+            "start_drafter": self.start_drafter}
 
 
 def run_config_from_dict(fields: Mapping[str, Any], target_config: TransformerConfig) -> RunConfig:
-  """Reads {max_len, num_eval_rows, drafter, train, warm_start}; unknown fields are named."""
+  """Reads the fields of `RunConfig` from nested dicts; unknown ones are named."""
   fields = dict(fields)
   fields["train"] = train_config_from_dict(fields.get("train", {}))
   fields["warm_start"] = build_section(warm_start.WarmStartConfig, fields.get("warm_start", {}),
@@ -71,17 +75,30 @@ class RunResult:
 def run(config: RunConfig, *, target_config: TransformerConfig, target_params: Any,
         stop_token_ids: Sequence[int], rows: Sequence[Mapping[str, Any]],
         checkpointer: trainer.Saver, workdir: str | pathlib.Path,
+        start: tuple[DrafterConfig, Any, Mapping[str, Any] | None] | None = None,
         on_step: Callable[[int], None] | None = None) -> RunResult:
   """Trains a drafter on rows {input_ids, loss_mask}; goes on where `checkpointer` left off.
 
-  Everything is derived from config and rows, so a resumed run rebuilds the same vocabulary,
-  batches and initial parameters.
+  Everything is derived from config, rows and `start`, so a resumed run rebuilds the same
+  vocabulary, batches and initial parameters.
+
+  Args:
+    start: (config, params, stored) of a drafter to train further, as `load_drafter` returns
+      them. Its draft vocabulary is kept, embedding and LM head are the target's as in every run,
+      and `config.warm_start` is not used.
+
+  Raises:
+    ValueError: `start` is a drafter of another shape than `config.drafter`.
   """
+  if start is not None:
+    _check_start(start[0], config.drafter)
   workdir = pathlib.Path(workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   train_rows, eval_rows = split_rows(rows, config.num_eval_rows)
   draft_ids = None
-  if config.drafter.draft_vocab_size is not None:
+  if start is not None and config.drafter.draft_vocab_size is not None:
+    draft_ids = np.asarray(start[2]["draft_ids"])
+  elif config.drafter.draft_vocab_size is not None:
     counts_V = draft_vocabulary.count_labels(train_rows, vocab_size=target_config.vocab_size)
     draft_ids = draft_vocabulary.choose_draft_ids(
         counts_V, size=config.drafter.draft_vocab_size, always=stop_token_ids)
@@ -93,9 +110,12 @@ def run(config: RunConfig, *, target_config: TransformerConfig, target_params: A
     eval_batches = list(Batches(eval_rows, config=PipelineConfig(
         batch_size=min(batch_size, len(eval_rows)), max_len=config.max_len, num_epochs=1,
         is_shuffled=False)))
-  params = warm_start.init_drafter(
-      config.drafter, jax.random.key(config.train.seed), target_config=target_config,
-      target_params=target_params, warm_start=config.warm_start, draft_ids=draft_ids)
+  if start is None:
+    params = warm_start.init_drafter(
+        config.drafter, jax.random.key(config.train.seed), target_config=target_config,
+        target_params=target_params, warm_start=config.warm_start, draft_ids=draft_ids)
+  else:
+    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start[1])
   frozen = step_lib.Frozen(target_params=target_params,
                            draft_ids_Vd=None if draft_ids is None else jnp.asarray(draft_ids))
   write_provenance(workdir / "provenance.jsonl", config, num_rows=batches.num_rows)
@@ -104,6 +124,14 @@ def run(config: RunConfig, *, target_config: TransformerConfig, target_params: A
       params=params, batches=batches, checkpointer=checkpointer, workdir=workdir,
       eval_batches=eval_batches, on_step=on_step)
   return RunResult(params=result.params, draft_ids=draft_ids, train=result)
+
+
+def _check_start(found: DrafterConfig, expected: DrafterConfig) -> None:
+  for field in dataclasses.fields(DrafterConfig):
+    values = getattr(found, field.name), getattr(expected, field.name)
+    if field.name != "num_anchors" and values[0] != values[1]:
+      raise ValueError(f"start_drafter: found {field.name} = {values[0]}, expected {values[1]} as "
+                       "in config.drafter")
 
 
 def split_rows(rows: Sequence[Any], num_eval_rows: int) -> tuple[list, list]:

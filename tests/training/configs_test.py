@@ -26,7 +26,7 @@ def test_builds(name, args, target):
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   fields = module.get_config(*args).to_dict()
-  for key in ("target", "data", "export_dtype"):
+  for key in ("target", "data", "workdir", "export_dtype"):
     fields.pop(key)
   config = run_config_from_dict(fields, target)
   assert config.drafter.num_anchors == config.train.num_anchors

@@ -1,9 +1,11 @@
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from dspark_jax.checkpoints import Checkpointer
+from dspark_jax.interop.deepspec import load_drafter, save_drafter
 from dspark_jax.training import run as run_lib
 from tests.training import cases
 
@@ -22,11 +24,12 @@ def make_rows(num_rows=8):
           for i, m in zip(batch["input_ids"], batch["loss_mask"])]
 
 
-def run(workdir, rows, fields=FIELDS):
+def run(workdir, rows, fields=FIELDS, **kwargs):
   config = run_lib.run_config_from_dict(fields, cases.TARGET)
   saver = Checkpointer(workdir / "checkpoints", config=config.fingerprint())
   return run_lib.run(config, target_config=cases.TARGET, target_params=cases.make_target_params(),
-                     stop_token_ids=(1,), rows=rows, checkpointer=saver, workdir=workdir)
+                     stop_token_ids=(1,), rows=rows, checkpointer=saver, workdir=workdir,
+                     **kwargs)
 
 
 def test_whole_run(tmp_path):
@@ -40,6 +43,22 @@ def test_whole_run(tmp_path):
   again = run(tmp_path, make_rows())
   np.testing.assert_array_equal(again.params["markov_head"]["markov_w1"],
                                 result.params["markov_head"]["markov_w1"])
+
+
+def test_starts_from_a_drafter(tmp_path):
+  first = run(tmp_path / "first", make_rows())
+  drafter = run_lib.run_config_from_dict(FIELDS, cases.TARGET).drafter
+  save_drafter(tmp_path / "drafter", drafter, first.params, draft_ids=first.draft_ids)
+  start = load_drafter(tmp_path / "drafter")
+  # Other rows would give another draft vocabulary; a rate of 0 leaves the parameters alone.
+  still = {**FIELDS, "train": {**FIELDS["train"], "optimizer": {
+      "max_steps": 1, "learning_rate": 0.0}}}
+  second = run(tmp_path / "second", make_rows(9)[4:], still, start=start)
+  np.testing.assert_array_equal(second.draft_ids, first.draft_ids)
+  jax.tree.map(np.testing.assert_array_equal, second.params, first.params)
+  other = {**FIELDS, "drafter": {**FIELDS["drafter"], "proposal_len": 2}}
+  with pytest.raises(ValueError, match="start_drafter: found proposal_len = 3, expected 2"):
+    run(tmp_path / "third", make_rows(), other, start=start)
 
 
 def test_other_rows_are_refused_on_resume(tmp_path):
