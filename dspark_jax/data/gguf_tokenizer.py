@@ -5,6 +5,7 @@
 
 import pathlib
 
+from dspark_jax.data.gguf_file import open_gguf
 from dspark_jax.data.quiet import import_transformers
 
 _GPT2_WORDS = None  # the regex built into ByteLevel
@@ -28,7 +29,7 @@ def load_gguf_tokenizer(path):
   """Builds a transformers fast tokenizer, chat template included, from a GGUF file.
 
   Reads `tokenizer.ggml.{model, pre, tokens, merges, token_type, *_token_id, add_bos_token}` and
-  `tokenizer.chat_template`. Takes about 2 s, nearly all of it the `gguf` package's own reading.
+  `tokenizer.chat_template`.
   Raises FileNotFoundError for a missing file, ValueError for a tokenizer of another kind or a
   field that is missing, inconsistent or outside the vocabulary.
   """
@@ -44,12 +45,7 @@ def load_gguf_tokenizer(path):
 
 
 def _read_fields(path):
-  import gguf  # needed for GGUF files alone
-  try:
-    reader = gguf.GGUFReader(str(path))
-  except ValueError as error:
-    raise ValueError(f"{path}: not a GGUF file ({error})") from None
-  return {name: field.contents() for name, field in reader.fields.items()
+  return {name: field.contents() for name, field in open_gguf(path).fields.items()
           if name.startswith("tokenizer.") or name.endswith(".context_length")}
 
 

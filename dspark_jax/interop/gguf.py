@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from dspark_jax.data.gguf_file import open_gguf
+
 _NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight":
           "model.norm.weight", "output.weight": "lm_head.weight"}
 _LAYER_NAMES = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -38,10 +40,7 @@ def read_gguf(path: str | pathlib.Path) -> tuple[dict[str, Any], dict[str, np.nd
   """
   import gguf  # imported here: only users of GGUF files need it
 
-  try:
-    reader = gguf.GGUFReader(str(path))
-  except (ValueError, IndexError, KeyError) as e:  # bad magic, version, or a file cut short
-    raise ValueError(f"{path}: found a broken GGUF file ({e})") from None
+  reader = open_gguf(path)
   fields = {name: field.contents() for name, field in reader.fields.items()
             if not name.startswith("tokenizer.ggml.tokens")
             and not name.startswith("tokenizer.ggml.merges")

@@ -155,5 +155,5 @@ def test_faulty_files_are_refused(tmp_path, changes, message):
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path):
   (tmp_path / "t.gguf").write_bytes(b"PK\x03\x04" + bytes(64))
-  with pytest.raises(ValueError, match="t.gguf: not a GGUF file"):
+  with pytest.raises(ValueError, match="t.gguf: found no GGUF file"):
     load_tokenizer(tmp_path / "t.gguf")

@@ -180,7 +180,7 @@ def test_bad_files_and_fields_are_named(tmp_path):
   with pytest.raises(ValueError, match="general.architecture: found 'gpt2'"):
     load_target(str(tmp_path / "gpt2.gguf"))
   (tmp_path / "bad.gguf").write_bytes(b"not a model at all, but long enough")
-  with pytest.raises(ValueError, match="bad.gguf: found a broken GGUF file"):
+  with pytest.raises(ValueError, match="bad.gguf: found no GGUF file, or a broken one"):
     load_target(str(tmp_path / "bad.gguf"))
 
 
