@@ -12,6 +12,7 @@ from dspark_jax.decode.state import PAD, DecodeState, Frame, init_stats
 from dspark_jax.decode.step import speculate_step
 from dspark_jax.sampling import SamplingParams, law_logits, sample
 from dspark_jax.target.transformer import Transformer
+from dspark_jax.verification import commit as commit_lib
 from pallas_kernels import counter_rng
 
 PROMPT_BUCKET = 64  # prompts are padded to multiples of this, so that few shapes are compiled
@@ -33,7 +34,7 @@ def prefill(frame: Frame, params, prompts_BxT: jax.Array, prompt_lens_B: jax.Arr
     prompts_BxT: int32, right-padded with anything in [0, V).
     prompt_lens_B: int32 >= 1.
     limits_B: int32 total length at which a request ends, > prompt length.
-    num_slots: cache and token slots, >= limit + frame.slack and >= T.
+    num_slots: cache and token slots, >= limit + frame.slack and > T.
   """
   batch, T = prompts_BxT.shape
   c = frame.target
@@ -59,8 +60,9 @@ def prefill(frame: Frame, params, prompts_BxT: jax.Array, prompt_lens_B: jax.Arr
   drafter_state = None
   if frame.drafter is not None:
     drafter_state = frame.drafter.init_state(batch, num_slots)
-    drafter_state = frame.drafter.prefill(params["drafter"], drafter_state, out.features_BxTxMD,
-                                          prompt_lens_B)
+    drafter_state = frame.drafter.prefill(
+        params["drafter"], drafter_state, out.features_BxTxMD, prompt_lens_B,
+        tokens_BxW1=commit_lib.read_tokens(tokens_BxS, zeros_B, T + 1), **params["borrowed"])
   lens_B = jnp.where(is_valid_B, prompt_lens_B + 1, prompt_lens_B)
   is_stop_B = (first_B[:, None] == stop_ids_BxE).any(axis=1)
   return DecodeState(

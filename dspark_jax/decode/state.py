@@ -66,7 +66,7 @@ class Frame:
 
   Attributes:
     target: architecture of the target.
-    drafter: a drafter (`drafter.dspark`), or None for plain decoding.
+    drafter: a `drafter.interface.Drafter`, or None for plain decoding.
     policy: how many drafts to verify (`scheduler.policies`).
     vocab_limit: ids from here on are never emitted (padded rows of the LM head), None = all are.
     dtype: of activations and weights in matmuls, as a name.

@@ -22,7 +22,7 @@ def speculate_step(frame: Frame, params, state: DecodeState) -> DecodeState:
   Args:
     frame: static frame.
     params: dict of `target` and, with a drafter, `drafter` (its parameters) and `borrowed`
-      (what the drafter borrows from the target: see `drafter.dspark`).
+      (what the drafter borrows from the target: see `drafter.dspark.borrow`).
     state: DecodeState; donate it.
   """
   anchor_positions_B = state.lens_B - 1
@@ -72,8 +72,11 @@ def commit(frame: Frame, params, state: DecodeState, proposal: Proposal, verify_
   starts_B = state.lens_B - 1
   drafter_state = state.drafter
   if frame.drafter is not None:
-    drafter_state = frame.drafter.observe(params["drafter"], state.drafter,
-                                          target_out.features_BxTxMD, starts_B)
+    num_rows = target_out.rows.keys[0].shape[2]
+    drafter_state = frame.drafter.observe(
+        params["drafter"], state.drafter, target_out.features_BxTxMD, starts_B,
+        tokens_BxW1=commit_lib.read_tokens(committed.tokens_BxS, starts_B, num_rows + 1),
+        num_new_B=committed.num_new_B, **params["borrowed"])
   is_live_B = ~state.is_done_B
   position_G = jnp.arange(frame.proposal_len)[None, :]
   count = lambda n_B: ((position_G < n_B[:, None]) & is_live_B[:, None]).astype(jnp.int32)

@@ -1,8 +1,8 @@
 """The DSpark drafter: backbone, sequential and confidence head, and its three decode functions.
 
 `DSparkDrafter` is the network (Linen, parameters without embedding and LM head, which are the
-target's and come as arguments). `DSparkProposer` is what decoding sees of any drafter: pure
-functions `prefill`, `propose`, `observe` over a state of its own.
+target's and come as arguments). `DSparkProposer` is what decoding sees of it
+(`interface.Drafter`): pure functions `prefill`, `propose`, `observe` over a state of its own.
 """
 
 import dataclasses
@@ -193,13 +193,17 @@ class DSparkProposer:
     return kv_cache.init_cache(batch, num_slots, num_layers=c.num_layers,
                                num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=self.dtype)
 
+  @property
+  def has_confidence(self) -> bool:
+    return self.config.enable_confidence_head
+
   def prefill(self, params, state: kv_cache.KVCache, features_BxTxMD: jax.Array,
-              lens_B: jax.Array) -> kv_cache.KVCache:
+              lens_B: jax.Array, **unused) -> kv_cache.KVCache:
     """Writes the prompt's context; features at and beyond lens_B are padding, their rows dead."""
     return self.observe(params, state, features_BxTxMD, jnp.zeros_like(lens_B))
 
   def observe(self, params, state: kv_cache.KVCache, features_BxWxMD: jax.Array,
-              starts_B: jax.Array) -> kv_cache.KVCache:
+              starts_B: jax.Array, **unused) -> kv_cache.KVCache:
     """Writes context rows of positions starts_B + (0..W-1).
 
     The caller guarantees that every position from 0 to the next anchor's, exclusive, has been

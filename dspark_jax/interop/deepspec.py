@@ -34,8 +34,8 @@ OWN_NAME = "DSparkJaxModel"
 STORED = {"embed_VxD": "embed_tokens.weight", "lm_head_VdxD": "lm_head.weight"}
 
 # Our field -> the reference's, where they differ.
-_RENAMED = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
-            "num_kv_heads": "num_key_value_heads"}
+RENAMED = {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
+           "num_kv_heads": "num_key_value_heads"}
 _COMMON = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
            "num_kv_heads", "head_dim", "target_layer_ids", "num_target_layers", "mask_token_id",
            "markov_rank", "enable_confidence_head", "rms_norm_eps")
@@ -54,7 +54,7 @@ _ROPE_FIELDS = {
     "yarn": ("rope_type", "rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow",
              "mscale", "mscale_all_dim", "truncate")}
 # Fields that transformers writes into every config and that no drafter's computation reads.
-_IGNORED = frozenset("""
+IGNORED = frozenset("""
     add_cross_attention attention_dropout attn_implementation auto_map bad_words_ids
     begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size
     decoder_start_token_id diversity_penalty do_sample dtype early_stopping
@@ -91,11 +91,11 @@ def load_drafter(path: str | os.PathLike, *, dtype=None, ignore_fields: tuple[st
   except ValueError as e:
     raise ValueError(f"{config_path}: {e}") from None
   tensors = hf.read_tensors(path)
-  stored = _take_stored(tensors, config, is_tied=bool(raw.get("tie_word_embeddings", False)),
-                        origin=str(path))
+  stored = take_stored(tensors, config, is_tied=bool(raw.get("tie_word_embeddings", False)),
+                       origin=str(path))
   hf.check_tensors(tensors, drafter_tensor_shapes(config), origin=str(path))
   for name, value in tensors.items():
-    _check_float(name, value, origin=str(path))
+    check_float(name, value, origin=str(path))
   cast = lambda x: jnp.asarray(x if dtype is None else x.astype(dtype))
   params: dict[str, Any] = {}
   for name, value in tensors.items():
@@ -126,21 +126,21 @@ def save_drafter(path: str | os.PathLike, config: DrafterConfig, params: Mapping
     extra: the target's config.json; fields such as `eos_token_id` are carried over from it.
   """
   path = pathlib.Path(path)
-  tensors = {_tensor_name(keys): np.asarray(x) for keys, x in _flatten(params)}
+  tensors = {_tensor_name(keys): np.asarray(x) for keys, x in flatten(params)}
   hf.check_tensors(tensors, drafter_tensor_shapes(config), origin="params")
   for key, value in (("embed_VxD", embed_VxD), ("lm_head_VdxD", lm_head_VdxD)):
     if value is not None:
       tensors[STORED[key]] = np.asarray(value)
-      _check_shape(STORED[key], tensors[STORED[key]], _stored_shape(config, key),
-                   origin="arguments")
-  tensors = {name: _cast(name, x, dtype) for name, x in tensors.items()}
-  tensors |= _draft_id_tensors(config, draft_ids)
+      check_shape(STORED[key], tensors[STORED[key]], stored_shape(config, key),
+                  origin="arguments")
+  tensors = {name: cast_tensor(name, x, dtype) for name, x in tensors.items()}
+  tensors |= draft_id_tensors(config, draft_ids)
   index = path / "model.safetensors.index.json"
   if index.exists():
     raise ValueError(f"{index}: found a sharded checkpoint, expected a directory without one")
   raw = config_to_deepspec(config, extra=extra)
   raw["dtype"] = str(next(iter(tensors.values())).dtype)
-  _write_checkpoint(path, raw, tensors)
+  write_checkpoint(path, raw, tensors)
 
 
 def config_from_deepspec(raw: Mapping[str, Any], *,
@@ -151,15 +151,15 @@ def config_from_deepspec(raw: Mapping[str, Any], *,
   if name not in (REFERENCE_NAME, OWN_NAME) or len(architectures) != 1:
     raise ValueError(f"architectures: found {raw.get('architectures')!r}, expected "
                      f"['{REFERENCE_NAME}'] or ['{OWN_NAME}']")
-  _check_unknown(raw, ignore_fields)
-  _check_unsupported(raw)
+  check_unknown(raw, _COMMON + _OWN + _OPTIONAL + _CONDITIONAL, ignore_fields)
+  check_unsupported(raw)
 
   def require(field):
     if raw.get(field) is None:
       raise ValueError(f"{field}: missing, expected a value for architecture {name}")
     return raw[field]
 
-  fields = {f: require(_RENAMED.get(f, f)) for f in _COMMON}
+  fields = {f: require(RENAMED.get(f, f)) for f in _COMMON}
   fields["proposal_len"] = require("block_size")
   if fields["markov_rank"]:
     fields["markov_head_type"] = require("markov_head_type")
@@ -173,7 +173,7 @@ def config_from_deepspec(raw: Mapping[str, Any], *,
   fields |= {f: raw[f] for f in _OWN + _OPTIONAL if raw.get(f) is not None}
   if not fields["sample_from_anchor"]:
     fields["proposal_len"] -= 1  # `block_size` counts slots, the conditioning one included
-  return DrafterConfig(rope=_read_rope(raw), **fields)
+  return DrafterConfig(rope=read_rope(raw), **fields)
 
 
 def config_to_deepspec(config: DrafterConfig, *,
@@ -181,17 +181,14 @@ def config_to_deepspec(config: DrafterConfig, *,
   """Writes the flat config, with our own fields always stated."""
   is_reference = (config.sample_from_anchor and config.qk_norm and config.draft_vocab_size is None
                   and config.target_hidden_size == config.hidden_size and not config.copy_ngram)
-  raw = {k: v for k, v in (extra or {}).items() if k in _IGNORED}
-  raw |= {_RENAMED.get(f, f): getattr(config, f)
+  raw = {k: v for k, v in (extra or {}).items() if k in IGNORED}
+  raw |= {RENAMED.get(f, f): getattr(config, f)
           for f in _COMMON + _OWN + _OPTIONAL + _CONDITIONAL}
-  rope = {f: getattr(config.rope, f) for f in _ROPE_FIELDS[config.rope.rope_type]}
-  if config.rope.original_max_position_embeddings:
-    rope["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
   return raw | {
       "architectures": [REFERENCE_NAME if is_reference else OWN_NAME],
       "model_type": "qwen3" if is_reference else "dspark_jax",
       "target_layer_ids": list(config.target_layer_ids), "block_size": config.num_slots,
-      "rope_parameters": {f: v for f, v in rope.items() if v is not None},
+      "rope_parameters": write_rope(config.rope),
       "hidden_act": "silu", "attention_bias": False,
       "tie_word_embeddings": False, "use_sliding_window": False,
       "layer_types": ["full_attention"] * config.num_layers}
@@ -201,10 +198,10 @@ def config_to_deepspec(config: DrafterConfig, *,
 def drafter_tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
   """Names and shapes of every tensor of the drafter itself, from the module's own parameters."""
   tree = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-  return {_tensor_name(keys): tuple(x.shape) for keys, x in _flatten(tree)}
+  return {_tensor_name(keys): tuple(x.shape) for keys, x in flatten(tree)}
 
 
-def _read_rope(raw: Mapping[str, Any]) -> layers.RopeConfig:
+def read_rope(raw: Mapping[str, Any]) -> layers.RopeConfig:
   rope = layers.rope_config_from_hf(raw)
   stated = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
   if rope.rope_type in ("default", "linear") and "original_max_position_embeddings" not in stated:
@@ -212,18 +209,27 @@ def _read_rope(raw: Mapping[str, Any]) -> layers.RopeConfig:
   return rope
 
 
-def _check_unknown(raw: Mapping[str, Any], ignore_fields: tuple[str, ...]) -> None:
-  read = {_RENAMED.get(f, f) for f in _COMMON + _OWN + _OPTIONAL + _CONDITIONAL}
-  read |= set(_READ_ELSEWHERE)
+def write_rope(rope: layers.RopeConfig) -> dict[str, Any]:
+  """The `rope_parameters` of a config.json; the inverse of `read_rope`."""
+  fields = {f: getattr(rope, f) for f in _ROPE_FIELDS[rope.rope_type]}
+  if rope.original_max_position_embeddings:
+    fields["original_max_position_embeddings"] = rope.original_max_position_embeddings
+  return {f: v for f, v in fields.items() if v is not None}
+
+
+def check_unknown(raw: Mapping[str, Any], fields: tuple[str, ...],
+                  ignore_fields: tuple[str, ...] = ()) -> None:
+  """Refuses a field of config.json that is neither among `fields`, by our names, nor harmless."""
+  read = {RENAMED.get(f, f) for f in fields} | set(_READ_ELSEWHERE)
   for field in raw:
-    if field in read or field in _IGNORED or field in ignore_fields or field.startswith("_"):
+    if field in read or field in IGNORED or field in ignore_fields or field.startswith("_"):
       continue
     near = difflib.get_close_matches(field, read, n=1)
     hint = f"{near[0]!r}" if near else "only fields of the DeepSpec layout"
     raise ValueError(f"{field}: found an unknown field, expected {hint}")
 
 
-def _check_unsupported(raw: Mapping[str, Any]) -> None:
+def check_unsupported(raw: Mapping[str, Any]) -> None:
   """Refuses what would change the computation and is not implemented."""
   for field, expected in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"),
                           ("use_sliding_window", False)):
@@ -240,15 +246,15 @@ def _check_unsupported(raw: Mapping[str, Any]) -> None:
                      f"{raw.get('num_hidden_layers')} draft layers")
 
 
-def _take_stored(tensors: dict[str, np.ndarray], config: DrafterConfig, *, is_tied: bool,
-                 origin: str) -> dict[str, np.ndarray]:
+def take_stored(tensors: dict[str, np.ndarray], config: DrafterConfig, *, is_tied: bool,
+                origin: str) -> dict[str, np.ndarray]:
   """Removes embedding, head and vocabulary maps from `tensors` and returns them, checked."""
   stored: dict[str, np.ndarray] = {}
   for key, name in STORED.items():
     if name in tensors:
       stored[key] = tensors.pop(name)
-      _check_shape(name, stored[key], _stored_shape(config, key), origin=origin)
-      _check_float(name, stored[key], origin=origin)
+      check_shape(name, stored[key], stored_shape(config, key), origin=origin)
+      check_float(name, stored[key], origin=origin)
   if config.draft_vocab_size is not None:
     stored["draft_ids"] = _draft_ids_from(tensors, config, origin)
   if is_tied and "embed_VxD" in stored:
@@ -261,7 +267,7 @@ def _take_stored(tensors: dict[str, np.ndarray], config: DrafterConfig, *, is_ti
   return stored
 
 
-def _stored_shape(config: DrafterConfig, key: str) -> tuple[int, int]:
+def stored_shape(config: DrafterConfig, key: str) -> tuple[int, int]:
   rows = config.vocab_size if key == "embed_VxD" else config.draft_vocab
   return rows, config.hidden_size
 
@@ -282,7 +288,7 @@ def _draft_ids_from(tensors: dict[str, np.ndarray], config: DrafterConfig,
   return ids.astype(np.int32)
 
 
-def _draft_id_tensors(config: DrafterConfig, draft_ids) -> dict[str, np.ndarray]:
+def draft_id_tensors(config: DrafterConfig, draft_ids) -> dict[str, np.ndarray]:
   if (draft_ids is None) != (config.draft_vocab_size is None):
     raise ValueError(f"draft_ids: found {'none' if draft_ids is None else 'some'} with "
                      f"draft_vocab_size {config.draft_vocab_size}, expected both or neither")
@@ -302,31 +308,31 @@ def _check_draft_ids(ids: np.ndarray, config: DrafterConfig, *, origin: str) -> 
                      f"increasing target ids in [0, {config.vocab_size})")
 
 
-def _check_shape(name: str, value: np.ndarray, shape: tuple[int, ...], *, origin: str) -> None:
+def check_shape(name: str, value: np.ndarray, shape: tuple[int, ...], *, origin: str) -> None:
   hf.check_tensors({name: value}, {name: shape}, origin=origin)
 
 
-def _check_float(name: str, value: np.ndarray, *, origin: str) -> None:
+def check_float(name: str, value: np.ndarray, *, origin: str) -> None:
   if value.dtype not in (np.float32, jnp.bfloat16, np.float16):
     raise ValueError(f"{origin}: tensor {name} has dtype {value.dtype}, expected float32, bfloat16 "
                      "or float16")
 
 
-def _cast(name: str, value: np.ndarray, dtype) -> np.ndarray:
-  _check_float(name, value, origin="params")
+def cast_tensor(name: str, value: np.ndarray, dtype) -> np.ndarray:
+  check_float(name, value, origin="params")
   if dtype is None:
     return value
   with np.errstate(over="ignore"):
     cast = value.astype(dtype)
-  _check_float(name, cast, origin="dtype")
+  check_float(name, cast, origin="dtype")
   is_finite = lambda x: np.isfinite(x.astype(np.float32))
   if not np.array_equal(is_finite(cast), is_finite(value)):
     raise ValueError(f"params: tensor {name} overflows, expected values within {cast.dtype}")
   return cast
 
 
-def _write_checkpoint(path: pathlib.Path, raw: Mapping[str, Any],
-                      tensors: Mapping[str, np.ndarray]) -> None:
+def write_checkpoint(path: pathlib.Path, raw: Mapping[str, Any],
+                     tensors: Mapping[str, np.ndarray]) -> None:
   """Writes both files aside, then moves them in; a directory without config.json never loads."""
   path.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=path, prefix=".saving-") as aside:
@@ -361,5 +367,5 @@ def _tensor_name(keys: tuple[str, ...]) -> str:
   return ".".join(keys) + (".weight" if keys[-1] in ("markov_w1", "markov_w2") else "")
 
 
-def _flatten(tree: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
+def flatten(tree: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
   return [(tuple(k.key for k in path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]

@@ -16,10 +16,12 @@ import optax
 from dspark_jax.drafter import copy_head
 from dspark_jax.drafter import dspark
 from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.recurrent import RecurrentConfig
 from dspark_jax.target.config import TransformerConfig
 from dspark_jax.target.transformer import Transformer
 from dspark_jax.training import anchors
 from dspark_jax.training import losses
+from dspark_jax.training import recurrent_loss
 from pallas_kernels import distillation_loss
 
 
@@ -53,6 +55,17 @@ class Frozen:
   """
   target_params: Any
   draft_ids_Vd: jax.Array | None = None
+
+  @property
+  def head_VxD(self) -> jax.Array:
+    """The target's LM head."""
+    params = self.target_params
+    return params["lm_head"] if "lm_head" in params else params["embed_tokens"]
+
+  @property
+  def head_VdxD(self) -> jax.Array:
+    """Its rows of the draft vocabulary."""
+    return self.head_VxD if self.draft_ids_Vd is None else self.head_VxD[self.draft_ids_Vd]
 
 
 @flax.struct.dataclass
@@ -102,7 +115,7 @@ class Objective:
     target_dtype: of the target's.
   """
   target_config: TransformerConfig
-  drafter_config: DrafterConfig
+  drafter_config: DrafterConfig | RecurrentConfig
   loss: losses.LossConfig = losses.LossConfig()
   num_anchors: int = 128
   dtype: Any = jnp.float32
@@ -121,13 +134,8 @@ def run_target(frozen: Frozen, input_ids_BxT: jax.Array, *, objective: Objective
   lse_BxT = None
   if frozen.draft_ids_Vd is not None:
     flat_NxD = out.hidden_BxTxD.reshape(-1, out.hidden_BxTxD.shape[-1])
-    lse_BxT = distillation_loss.target_lse(flat_NxD, _head(frozen)).reshape(input_ids_BxT.shape)
+    lse_BxT = distillation_loss.target_lse(flat_NxD, frozen.head_VxD).reshape(input_ids_BxT.shape)
   return jax.lax.stop_gradient((out.hidden_BxTxD, out.features_BxTxMD, lse_BxT))
-
-
-def _head(frozen: Frozen) -> jax.Array:
-  params = frozen.target_params
-  return params["lm_head"] if "lm_head" in params else params["embed_tokens"]
 
 
 def sum_block_losses(params: Any, frozen: Frozen, target_out, blocks: anchors.Blocks, *,
@@ -141,9 +149,6 @@ def sum_block_losses(params: Any, frozen: Frozen, target_out, blocks: anchors.Bl
   config = objective.drafter_config
   drafter = dspark.DSparkDrafter(config, objective.dtype)
   apply = functools.partial(drafter.apply, {"params": params})
-  head_VdxD = _head(frozen)
-  if frozen.draft_ids_Vd is not None:
-    head_VdxD = head_VdxD[frozen.draft_ids_Vd]
   block_BxAxJxD = dspark.embed_block(config, frozen.target_params["embed_tokens"],
                                      blocks.anchors_BxA)
   draft_BxAxGxD = apply(features_BxTxMD, blocks.anchor_positions_BxA, block_BxAxJxD,
@@ -165,7 +170,7 @@ def sum_block_losses(params: Any, frozen: Frozen, target_out, blocks: anchors.Bl
   return losses.sum_losses(
       draft_BxAxGxD, apply(draft_BxAxGxD, blocks.prev_tokens_BxAxG, method="head_inputs"),
       apply(method="bias_weight"), confidence, target_hidden_BxTxD=hidden_BxTxD,
-      lm_head_VdxD=jax.lax.stop_gradient(head_VdxD), blocks=blocks, config=objective.loss,
+      lm_head_VdxD=jax.lax.stop_gradient(frozen.head_VdxD), blocks=blocks, config=objective.loss,
       draft_ids_Vd=frozen.draft_ids_Vd, target_lse_BxT=lse_BxT, **copy)
 
 
@@ -173,6 +178,9 @@ def sum_batch_losses(params: Any, frozen: Frozen, batch, key: jax.Array, *, obje
                      ) -> tuple[jax.Array, losses.LossSums]:
   """Loss sums of one micro-batch {input_ids [B, T], loss_mask [B, T]} with anchors from `key`."""
   target_out = run_target(frozen, batch["input_ids"], objective=objective)
+  if isinstance(objective.drafter_config, RecurrentConfig):  # trains on all positions
+    return recurrent_loss.sum_losses(params, frozen, target_out, batch["input_ids"],
+                                     batch["loss_mask"], objective=objective)
   positions_BxA, keep_BxA = anchors.sample_anchors(key, batch["loss_mask"],
                                                    num_anchors=objective.num_anchors)
   blocks = anchors.gather_blocks(batch["input_ids"], batch["loss_mask"], positions_BxA, keep_BxA,

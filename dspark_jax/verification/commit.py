@@ -53,3 +53,9 @@ def commit_tokens(tokens_BxS: jax.Array, lens_B: jax.Array, drafts_BxG: jax.Arra
       lens_B=lens_after_B,
       is_done_B=is_done_B | has_stop_B | (lens_after_B >= limits_B),
       num_new_B=num_new_B)
+
+
+def read_tokens(tokens_BxS: jax.Array, starts_B: jax.Array, num_tokens: int) -> jax.Array:
+  """Returns int32 [B, num_tokens] from starts_B on; 0 where nothing is committed."""
+  read = lambda row_S, start: jax.lax.dynamic_slice(row_S, (start,), (num_tokens,))
+  return jnp.maximum(jax.vmap(read)(tokens_BxS, starts_B), 0)

@@ -52,10 +52,10 @@ class ScriptedProposer:
   def init_state(self, batch, num_slots):
     return jnp.full((batch,), -1, jnp.int32)
 
-  def prefill(self, params, state, features, lens_B):
+  def prefill(self, params, state, features, lens_B, **unused):
     return jnp.zeros_like(lens_B)
 
-  def observe(self, params, state, features, starts_B):
+  def observe(self, params, state, features, starts_B, **unused):
     return starts_B
 
   def propose(self, params, state, anchor_B, anchor_positions_B, sampling_params, **unused):
