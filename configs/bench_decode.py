@@ -15,7 +15,8 @@ import ml_collections
 def get_config():
   config = ml_collections.ConfigDict()
   config.target = "smollm2-135m-instruct"
-  config.draft_model = "auto"
+  config.draft_model = "auto"  # a drafter of any kind, as for DSpark; "prompt-lookup"
+  config.accept_rule = "token"  # or "block"
   config.dtype = "float32"
   # JSONL file or directory with `turns` or `messages` (first turn); "" = built-in held-out prompts.
   config.prompts = ""

@@ -14,9 +14,9 @@ import importlib
 _HOMES = {
     "DSpark": "dspark_jax.api",
     "SamplingParams": "dspark_jax.sampling",
-    "load_drafter": "dspark_jax.interop.deepspec",
+    "load_drafter": "dspark_jax.interop.drafters",
     "load_target": "dspark_jax.interop.load",
-    "save_drafter": "dspark_jax.interop.deepspec",
+    "save_drafter": "dspark_jax.interop.drafters",
 }
 
 __all__ = sorted(_HOMES)

@@ -13,13 +13,12 @@ import numpy as np
 from dspark_jax.data import chat
 from dspark_jax.decode import loop
 from dspark_jax.decode.state import DecodeState, Frame
-from dspark_jax.drafter import dspark
-from dspark_jax.drafter.config import DrafterConfig, check_fits
-from dspark_jax.interop import deepspec
+from dspark_jax.interop import drafters
 from dspark_jax.interop.load import PACKAGED, Target, load_target, resolve_directory
 from dspark_jax.metrics.acceptance import measure_acceptance
 from dspark_jax.sampling import make_sampling_params
 from dspark_jax.scheduler import policies
+from dspark_jax.verification.accept import check_rule
 
 PRETRAINED = pathlib.Path(__file__).parent / "pretrained"  # drafters shipped with the package
 STREAM_ROUNDS = 4  # rounds between two looks at the device when streaming
@@ -65,10 +64,14 @@ class DSpark:
 
   Args:
     main_model: packaged name, HF directory, GGUF file, hub id, or a loaded `Target`.
-    draft_model: drafter directory, hub id, "auto" (the drafter shipped for a packaged target), or
-      None for plain decoding.
-    max_draft_len: most drafts verified a round; None = all that the drafter proposes.
+    draft_model: directory or hub id of a drafter or of a small model with the same tokenizer,
+      "prompt-lookup", "auto" (the drafter shipped for a packaged target), or None for plain
+      decoding; see `interop.drafters`.
+    max_draft_len: most drafts verified a round; None = all that the drafter proposes. A small model
+      and prompt look-up propose that many.
     confidence_threshold: stop before the first draft whose confidence is below this; 0 = off.
+    accept_rule: "token" (rejection sampling draft by draft) or "block" (arXiv 2403.10444: both
+      follow the target's law, block accepts at least as much; greedy answers are the same).
     max_slots: longest prompt + answer in tokens; None = the target's max_position_embeddings.
     dtype: of weights and activations.
   Raises:
@@ -77,14 +80,15 @@ class DSpark:
 
   def __init__(self, main_model: str | Target = "smollm2-135m-instruct",
                draft_model: str | None = "auto", *, max_draft_len: int | None = None,
-               confidence_threshold: float = 0.0, max_slots: int | None = None,
-               dtype: str = "float32"):
+               confidence_threshold: float = 0.0, accept_rule: str = "token",
+               max_slots: int | None = None, dtype: str = "float32"):
+    check_rule(accept_rule)
     if dtype not in DTYPES:
       raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(DTYPES)}")
     if max_slots is not None and max_slots < 2:
       raise ValueError(f"max_slots: found {max_slots}, expected an integer >= 2")
     # Looked for first: a target takes seconds to load, a misspelt name should not.
-    directory = None if draft_model is None else find_drafter(main_model, draft_model)
+    drafter_name = None if draft_model is None else find_drafter(main_model, draft_model)
     self.target = main_model if isinstance(main_model, Target) else load_target(
         main_model, dtype=jnp.dtype(dtype))
     self.max_slots = max_slots
@@ -97,25 +101,23 @@ class DSpark:
     self.plain_frame = Frame(self.target.config, vocab_limit=vocab_limit, dtype=dtype)
     self.frame = self.plain_frame
     self.params: dict[str, Any] = {"target": self.target.params}
-    if directory is not None:
-      config, params, stored = deepspec.load_drafter(directory, dtype=jnp.dtype(dtype))
-      check_fits(config, self.target.config, max_draft_len=max_draft_len)
-      self.params |= {"drafter": params, "borrowed": _borrow(config, self.target.params, stored)}
-      proposer = dspark.DSparkProposer(config, dtype=dtype, vocab_limit=vocab_limit)
-      self.frame = dataclasses.replace(
-          self.plain_frame, drafter=proposer,
-          policy=_make_policy(config, max_draft_len, confidence_threshold))
+    self.proposer: Any = None  # the drafter at its full length
+    if drafter_name is not None:
+      drafter = drafters.open_drafter(drafter_name, self.target, dtype=dtype,
+                                      vocab_limit=vocab_limit)
+      self.params |= {"drafter": drafter.params, "borrowed": drafter.borrowed}
+      self.proposer = drafter.proposer
+      self.frame = _set_policy(
+          dataclasses.replace(self.plain_frame, accept_rule=accept_rule), self.proposer,
+          max_draft_len, confidence_threshold)
 
   def with_policy(self, *, max_draft_len: int | None = None,
                   confidence_threshold: float = 0.0) -> "DSpark":
     """Returns the same model under another policy; weights and tokenizer are shared."""
     if self.frame.drafter is None:
       raise ValueError("draft_model: found none, expected a drafter to set a policy for")
-    config = self.frame.drafter.config
-    check_fits(config, self.target.config, max_draft_len=max_draft_len)
     other = copy.copy(self)
-    other.frame = dataclasses.replace(
-        self.frame, policy=_make_policy(config, max_draft_len, confidence_threshold))
+    other.frame = _set_policy(self.frame, self.proposer, max_draft_len, confidence_threshold)
     return other
 
   def encode(self, prompt, *, is_raw: bool = False) -> list[int]:
@@ -207,8 +209,9 @@ class DSpark:
     frame, params = self.frame, self.params
     if not is_speculative:
       frame, params = self.plain_frame, {"target": self.target.params}
-    # The policy plays no part before the first round: without it, one prefill serves them all.
-    state = loop.start(dataclasses.replace(frame, policy=None), params, ids,
+    # Policy and rule play no part before the first round: one prefill serves them all.
+    bare = dataclasses.replace(frame, policy=None, accept_rule="token")
+    state = loop.start(bare, params, ids,
                        max_new_tokens=_count_new_tokens(ids, options),
                        sampling=sampling, stop_ids=stop_ids, max_slots=self.max_slots)
     return _Call(frame, params, jax.block_until_ready(state), ids, start_s)
@@ -250,12 +253,17 @@ class _Call:
     self.seconds = time.perf_counter() - self._start_s
 
 
-def find_drafter(main_model: str | Target, draft_model: str) -> pathlib.Path:
-  """Returns the directory of a drafter: its path, a hub id, or "auto" for the one shipped."""
+def find_drafter(main_model: str | Target, draft_model: str) -> pathlib.Path | str:
+  """Returns the directory of a drafter: its path, a hub id, or "auto" for the one shipped.
+
+  Names that need no directory (`drafters.open_drafter`) are returned as they are.
+  """
+  if drafters.needs_no_directory(draft_model):
+    return draft_model
   if draft_model != "auto":
     if not pathlib.Path(draft_model).is_dir() and draft_model.count("/") != 1:
       raise FileNotFoundError(f"draft_model: found {draft_model!r}, expected a directory, a hub id "
-                              "'owner/name', or 'auto'")
+                              f"'owner/name', 'auto', or '{drafters.PROMPT_LOOKUP}'")
     return resolve_directory(draft_model)
   name = str(main_model.path if isinstance(main_model, Target) else main_model)
   directory = PRETRAINED / name.lower()
@@ -266,26 +274,21 @@ def find_drafter(main_model: str | Target, draft_model: str) -> pathlib.Path:
   return directory
 
 
-def _borrow(config: DrafterConfig, target_params, stored: dict[str, jax.Array] | None):
-  """Returns embedding and LM head for the drafter: its own where stored, else the target's."""
-  stored = stored or {}
-  embed_VxD = target_params["embed_tokens"]
-  borrowed = dspark.borrow(config, embed_VxD, target_params.get("lm_head", embed_VxD),
-                           draft_ids=stored.get("draft_ids"))
-  for name in ("embed_VxD", "lm_head_VdxD"):
-    # Mostly a copy of the target's: then one array serves both.
-    if name in stored and not np.array_equal(stored[name], borrowed[name]):
-      borrowed[name] = stored[name]
-  return borrowed
-
-
-def _make_policy(config: DrafterConfig, max_draft_len: int | None, threshold: float):
+def _set_policy(frame: Frame, proposer, max_draft_len: int | None, threshold: float) -> Frame:
+  """Returns the frame with a drafter that drafts as much as is asked for, and a policy for it."""
+  if max_draft_len is not None and max_draft_len > 0:
+    proposer = proposer.with_len(max_draft_len)
+  G = proposer.proposal_len
+  if max_draft_len is not None and not 0 <= max_draft_len <= G:
+    raise ValueError(f"max_draft_len: found {max_draft_len}, expected within 0..proposal_len = {G}")
   if threshold == 0:
-    return policies.FixedLength(config.proposal_len if max_draft_len is None else max_draft_len)
-  if not config.enable_confidence_head:
+    policy = policies.FixedLength(G if max_draft_len is None else max_draft_len)
+  elif proposer.has_confidence:
+    policy = policies.ConfidenceThreshold(threshold, max_draft_len)
+  else:
     raise ValueError(f"confidence_threshold: found {threshold} with a drafter that has no "
                      "confidence head, expected 0")
-  return policies.ConfidenceThreshold(threshold, max_draft_len)
+  return dataclasses.replace(frame, drafter=proposer, policy=policy)
 
 
 def _count_new_tokens(ids: Sequence[Sequence[int]], options: dict[str, Any]) -> list[int]:

@@ -15,7 +15,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add("--model", default="smollm2-135m-instruct",
       help="target: packaged name, HF directory, .gguf file or hub id (default: %(default)s)")
   add("--draft-model", default="auto",
-      help="drafter directory or hub id; 'auto' = the one shipped for the target; 'none' = plain")
+      help="directory or hub id of a drafter or of a small model with the same tokenizer; "
+      "'prompt-lookup'; 'auto' = the one shipped for the target; 'none' = plain")
   add("--prompt", action="append", help="user message, may be repeated; default: standard input")
   add("--raw", action="store_true", help="take the prompt as it is, without the chat template")
   add("--max-new-tokens", type=int, help="default 128")
@@ -23,6 +24,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add("--max-draft-len", type=int, help="most drafts verified a round")
   add("--confidence-threshold", type=float, default=0.0,
       help="stop before the first draft below this confidence; 0 = off")
+  add("--accept-rule", default="token", choices=("token", "block"),
+      help="both are exact; block accepts at least as many drafts (default: %(default)s)")
   add("--temperature", type=float, default=0.0, help="0 = greedy")
   add("--top-k", type=int, default=0, help="0 = off")
   add("--top-p", type=float, default=1.0, help="1 = off")
@@ -57,7 +60,8 @@ def run(args: argparse.Namespace) -> None:
     raise ValueError("--compare: found with --draft-model none, expected a drafter to compare")
   model = DSpark(args.model, None if args.draft_model == "none" else args.draft_model,
                  max_draft_len=args.max_draft_len,
-                 confidence_threshold=args.confidence_threshold, dtype=args.dtype)
+                 confidence_threshold=args.confidence_threshold, accept_rule=args.accept_rule,
+                 dtype=args.dtype)
   options = dict(max_new_tokens=args.max_new_tokens, max_length=args.max_length,
                  temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
                  min_p=args.min_p, seed=args.seed, is_raw=args.raw)

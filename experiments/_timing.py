@@ -51,10 +51,15 @@ def choose_prompts(path: str, num: int, *, seed: int) -> dict[str, list[dict]]:
 
 def make_methods(model: DSpark, *, max_draft_lens: Sequence[int], thresholds: Sequence[float],
                  threshold_len: int | None = None) -> Methods:
-  """Returns plain decoding, fixed lengths, and thresholds over at most `threshold_len` drafts."""
+  """Returns plain decoding, fixed lengths, and thresholds over at most `threshold_len` drafts.
+
+  A drafter without confidences has no thresholds.
+  """
   methods = {"plain": (model, {"is_speculative": False})}
   for length in max_draft_lens:
     methods[f"fixed {length}"] = (model.with_policy(max_draft_len=length), {})
+  if model.proposer is not None and not model.proposer.has_confidence:
+    thresholds = ()
   for threshold in thresholds:
     other = model.with_policy(max_draft_len=threshold_len, confidence_threshold=threshold)
     methods[f"threshold {threshold:g}"] = (other, {})

@@ -48,7 +48,8 @@ def measure(config) -> dict:
   """Runs everything, prints tables, and returns what goes into the JSON file."""
   _timing.use_compilation_cache(config.compilation_cache)
   domains = _timing.choose_prompts(config.prompts, config.num_prompts, seed=config.seed)
-  model = DSpark(config.target, config.draft_model, dtype=config.dtype)
+  model = DSpark(config.target, config.draft_model, accept_rule=config.accept_rule,
+                 dtype=config.dtype)
   ids = [model.encode(p["messages"]) for group in domains.values() for p in group]
   methods = _timing.make_methods(model, max_draft_lens=config.max_draft_lens,
                                  thresholds=config.thresholds)

@@ -1,4 +1,4 @@
-"""Trains a DSpark drafter on text that its target wrote.
+"""Trains a drafter on text that its target wrote: DSpark, or another kind (drafter.kind).
 
   python -m experiments.train_drafter --config=configs/smollm2_dspark.py \
       --config.data=data.jsonl --config.workdir=runs/smollm2
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from dspark_jax.checkpoints import Checkpointer
 from dspark_jax.data.jsonl import read_rows
-from dspark_jax.interop.deepspec import load_drafter, save_drafter
+from dspark_jax.interop.drafters import load_drafter, save_drafter
 from dspark_jax.interop.load import load_target
 from dspark_jax.training.run import run, run_config_from_dict
 from experiments import _cli

@@ -68,12 +68,14 @@ class Frame:
     target: architecture of the target.
     drafter: a `drafter.interface.Drafter`, or None for plain decoding.
     policy: how many drafts to verify (`scheduler.policies`).
+    accept_rule: "token" or "block" (`verification.accept`).
     vocab_limit: ids from here on are never emitted (padded rows of the LM head), None = all are.
     dtype: of activations and weights in matmuls, as a name.
   """
   target: TransformerConfig
   drafter: Any = None
   policy: Any = None
+  accept_rule: str = "token"
   vocab_limit: int | None = None
   dtype: str = "float32"
 

@@ -37,7 +37,8 @@ def speculate_step(frame: Frame, params, state: DecodeState) -> DecodeState:
   verdict = accept_lib.accept(
       logits_BxWxV, proposal.tokens_BxG, draft_logits_BxGxD=proposal.draft_logits_BxGxV,
       verify_lens_B=verify_lens_B, params=state.sampling, anchor_positions_B=anchor_positions_B,
-      draft_ids=params.get("borrowed", {}).get("draft_ids"), vocab_limit=frame.vocab_limit)
+      draft_ids=params.get("borrowed", {}).get("draft_ids"), vocab_limit=frame.vocab_limit,
+      rule=frame.accept_rule)
   return commit(frame, params, state, proposal, verify_lens_B, target_out, verdict)
 
 

@@ -197,6 +197,9 @@ class DSparkProposer:
   def has_confidence(self) -> bool:
     return self.config.enable_confidence_head
 
+  def with_len(self, num_drafts: int) -> "DSparkProposer":
+    return self  # slots see each other: a shorter block is another block
+
   def prefill(self, params, state: kv_cache.KVCache, features_BxTxMD: jax.Array,
               lens_B: jax.Array, **unused) -> kv_cache.KVCache:
     """Writes the prompt's context; features at and beyond lens_B are padding, their rows dead."""

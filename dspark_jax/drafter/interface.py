@@ -25,6 +25,10 @@ class Drafter(Protocol):
   target_layer_ids: tuple[int, ...]
   has_confidence: bool
 
+  def with_len(self, num_drafts: int) -> "Drafter":
+    """Returns a drafter of that many drafts, or as near as this one can come: itself, where the
+    whole block is always drafted, whatever is verified of it."""
+
   def init_state(self, batch: int, num_slots: int) -> Any:
     """Returns the state before the prompt; sequences end before num_slots - G."""
 

@@ -56,6 +56,10 @@ class PromptLookupProposer:
   def proposal_len(self) -> int:
     return self.config.proposal_len
 
+  def with_len(self, num_drafts: int) -> "PromptLookupProposer":
+    config = dataclasses.replace(self.config, proposal_len=max(num_drafts, 1))
+    return dataclasses.replace(self, config=config)
+
   def init_state(self, batch: int, num_slots: int) -> tuple:
     return ()
 

@@ -222,16 +222,22 @@ class RecurrentProposer:
 
   Attributes:
     vocab_limit: ids at and beyond it (padded rows of the LM head) are never drafted.
+    num_steps: drafts of a round, None = as many as it was trained for.
   """
   config: RecurrentConfig
   dtype: Any = jnp.float32
   vocab_limit: int | None = None
+  num_steps: int | None = None
 
   has_confidence = False
 
   @property
   def proposal_len(self) -> int:
-    return self.config.proposal_len
+    return self.config.proposal_len if self.num_steps is None else self.num_steps
+
+  def with_len(self, num_drafts: int) -> "RecurrentProposer":
+    num_steps = min(max(num_drafts, 1), self.config.proposal_len)
+    return dataclasses.replace(self, num_steps=num_steps)
 
   @property
   def target_layer_ids(self) -> tuple[int, ...]:

@@ -15,15 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax.drafter import medusa
 from dspark_jax.drafter import recurrent
 from dspark_jax.drafter.eagle3 import Eagle3Config
+from dspark_jax.drafter.mtp import MTPConfig
 from dspark_jax.interop import deepspec
 from dspark_jax.interop import hf
 
 EAGLE3_REFERENCE = "Qwen3Eagle3Model"
 # Architecture -> (config class, function that makes fresh parameters).
 KINDS = {EAGLE3_REFERENCE: (Eagle3Config, recurrent.init_params),
-         "Eagle3JaxModel": (Eagle3Config, recurrent.init_params)}
+         "Eagle3JaxModel": (Eagle3Config, recurrent.init_params),
+         "MTPJaxModel": (MTPConfig, recurrent.init_params),
+         "MedusaJaxModel": (medusa.MedusaConfig, medusa.init_params)}
 
 # Besides those of deepspec.RENAMED. Names of the reference.
 _RENAMED_EAGLE3 = {"proposal_len": "ttt_length"}
@@ -88,7 +92,9 @@ def config_from_json(raw: Mapping[str, Any]):
   is_reference = architecture == EAGLE3_REFERENCE
   names = {f.name: f for f in dataclasses.fields(kind) if f.name != "rope"}
   rename = _names(kind)
-  deepspec.check_unknown(raw, (*(rename[n] for n in names), *_CONSTANT_EAGLE3, *_UNREAD_EAGLE3))
+  known = tuple(rename.values()) + (
+      (*_CONSTANT_EAGLE3, *_UNREAD_EAGLE3) if kind is Eagle3Config else ())
+  deepspec.check_unknown(raw, known)
   deepspec.check_unsupported(dict(raw) | {"num_hidden_layers": 1})
   for field, expected in (_CONSTANT_EAGLE3 if kind is Eagle3Config else {}).items():
     if raw.get(field, expected) != expected:
@@ -101,7 +107,9 @@ def config_from_json(raw: Mapping[str, Any]):
       fields[name] = tuple(value) if isinstance(value, list) else value
     elif field.default is dataclasses.MISSING or (name == "qk_norm" and not is_reference):
       raise ValueError(f"{rename[name]}: missing, expected a value for architecture {architecture}")
-  return kind(rope=deepspec.read_rope(raw), **fields)
+  if any(f.name == "rope" for f in dataclasses.fields(kind)):
+    fields["rope"] = deepspec.read_rope(raw)
+  return kind(**fields)
 
 
 def config_to_json(config, *, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -118,10 +126,12 @@ def config_to_json(config, *, extra: Mapping[str, Any] | None = None) -> dict[st
       raw[rename[field.name]] = list(value) if isinstance(value, tuple) else value
   if is_eagle3:
     raw |= _CONSTANT_EAGLE3 | {"layer_types": ["full_attention"]}
+  if hasattr(config, "rope"):
+    raw["rope_parameters"] = deepspec.write_rope(config.rope)
   return raw | {
       "architectures": [architecture], "model_type": "qwen3" if is_reference else "dspark_jax",
-      "rope_parameters": deepspec.write_rope(config.rope), "hidden_act": "silu",
-      "attention_bias": False, "tie_word_embeddings": False, "use_sliding_window": False}
+      "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+      "use_sliding_window": False}
 
 
 @functools.lru_cache

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.data.pipeline import Batches, PipelineConfig
-from dspark_jax.drafter.config import DrafterConfig, config_for_target
+from dspark_jax.drafter import kinds
+from dspark_jax.drafter.config import config_for_target
 from dspark_jax.target.config import TransformerConfig
 from dspark_jax.training import draft_vocabulary
 from dspark_jax.training import step as step_lib
@@ -32,13 +33,13 @@ class RunConfig:
   Attributes:
     max_len: tokens a sequence; longer rows are cut.
     num_eval_rows: rows held out for evaluation, spread evenly over the file.
-    drafter: overrides of `config_for_target`; mask_token_id is required.
+    drafter: a config of any kind (`drafter.kinds`).
     start_drafter: name of the drafter that the run starts from, '' = a new one. Kept so that a
       checkpoint knows where it came from; `run` gets the drafter itself.
   """
   max_len: int
   num_eval_rows: int
-  drafter: DrafterConfig
+  drafter: Any
   train: TrainConfig
   warm_start: warm_start.WarmStartConfig
   start_drafter: str = ""
@@ -46,21 +47,33 @@ class RunConfig:
   def fingerprint(self) -> dict[str, Any]:
     """JSON-able; what a checkpoint must agree with."""
     return {"max_len": self.max_len, "num_eval_rows": self.num_eval_rows,
-            "drafter": dataclasses.asdict(self.drafter), "train": self.train.fingerprint(),
+            "drafter": self._drafter_fields(), "train": self.train.fingerprint(),
             "warm_start": dataclasses.asdict(self.warm_start),
             "start_drafter": self.start_drafter}
 
+  def _drafter_fields(self) -> dict[str, Any]:
+    kind = kinds.kind_of(self.drafter)
+    return dataclasses.asdict(self.drafter) | ({} if kind == "dspark" else {"kind": kind})
+
 
 def run_config_from_dict(fields: Mapping[str, Any], target_config: TransformerConfig) -> RunConfig:
-  """Reads the fields of `RunConfig` from nested dicts; unknown ones are named."""
+  """Reads the fields of `RunConfig` from nested dicts; unknown ones are named.
+
+  `drafter.kind` names the kind of drafter (default "dspark"); its other fields are overrides of the
+  kind's `config_for_target`.
+  """
   fields = dict(fields)
   fields["train"] = train_config_from_dict(fields.get("train", {}))
   fields["warm_start"] = build_section(warm_start.WarmStartConfig, fields.get("warm_start", {}),
                                        "warm_start.")
   overrides = {k: tuple(v) if isinstance(v, list) else v
                for k, v in fields.get("drafter", {}).items()}
-  fields["drafter"] = config_for_target(target_config, num_anchors=fields["train"].num_anchors,
-                                        **overrides)
+  kind = overrides.pop("kind", "dspark")
+  if kind == "dspark":
+    fields["drafter"] = config_for_target(target_config, num_anchors=fields["train"].num_anchors,
+                                          **overrides)
+  else:
+    fields["drafter"] = kinds.config_for_target(kind, target_config, **overrides)
   return build_section(RunConfig, fields, "")
 
 
@@ -75,7 +88,7 @@ class RunResult:
 def run(config: RunConfig, *, target_config: TransformerConfig, target_params: Any,
         stop_token_ids: Sequence[int], rows: Sequence[Mapping[str, Any]],
         checkpointer: trainer.Saver, workdir: str | pathlib.Path,
-        start: tuple[DrafterConfig, Any, Mapping[str, Any] | None] | None = None,
+        start: tuple[Any, Any, Mapping[str, Any] | None] | None = None,
         on_step: Callable[[int], None] | None = None) -> RunResult:
   """Trains a drafter on rows {input_ids, loss_mask}; goes on where `checkpointer` left off.
 
@@ -111,9 +124,7 @@ def run(config: RunConfig, *, target_config: TransformerConfig, target_params: A
         batch_size=min(batch_size, len(eval_rows)), max_len=config.max_len, num_epochs=1,
         is_shuffled=False)))
   if start is None:
-    params = warm_start.init_drafter(
-        config.drafter, jax.random.key(config.train.seed), target_config=target_config,
-        target_params=target_params, warm_start=config.warm_start, draft_ids=draft_ids)
+    params = _init_params(config, target_config, target_params, draft_ids)
   else:
     params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start[1])
   frozen = step_lib.Frozen(target_params=target_params,
@@ -126,8 +137,29 @@ def run(config: RunConfig, *, target_config: TransformerConfig, target_params: A
   return RunResult(params=result.params, draft_ids=draft_ids, train=result)
 
 
-def _check_start(found: DrafterConfig, expected: DrafterConfig) -> None:
-  for field in dataclasses.fields(DrafterConfig):
+def _init_params(config: RunConfig, target_config: TransformerConfig, target_params: Any,
+                 draft_ids: np.ndarray | None) -> Any:
+  """Returns the drafter's parameters at step 0."""
+  key, kind = jax.random.key(config.train.seed), kinds.kind_of(config.drafter)
+  if kind == "dspark":
+    return warm_start.init_drafter(
+        config.drafter, key, target_config=target_config, target_params=target_params,
+        warm_start=config.warm_start, draft_ids=draft_ids)
+  if config.warm_start.layer_ids:
+    raise ValueError(f"warm_start.layer_ids: found {config.warm_start.layer_ids} for {kind}, "
+                     "expected none: only dspark starts from the target's layers")
+  params = kinds.KINDS[kind].init_params(config.drafter, key)
+  # Its output goes to the target's LM head, which was trained behind this norm.
+  name = "hidden_norm" if kind == "medusa" else "norm"
+  norm = jax.tree.map(lambda a: jnp.array(a, jnp.float32), dict(target_params["norm"]))
+  return {**params, name: norm}
+
+
+def _check_start(found: Any, expected: Any) -> None:
+  if type(found) is not type(expected):
+    raise ValueError(f"start_drafter: found the kind {kinds.kind_of(found)}, expected "
+                     f"{kinds.kind_of(expected)} as in config.drafter")
+  for field in dataclasses.fields(expected):
     values = getattr(found, field.name), getattr(expected, field.name)
     if field.name != "num_anchors" and values[0] != values[1]:
       raise ValueError(f"start_drafter: found {field.name} = {values[0]}, expected {values[1]} as "

@@ -16,11 +16,13 @@ import optax
 from dspark_jax.drafter import copy_head
 from dspark_jax.drafter import dspark
 from dspark_jax.drafter.config import DrafterConfig
+from dspark_jax.drafter.medusa import MedusaConfig
 from dspark_jax.drafter.recurrent import RecurrentConfig
 from dspark_jax.target.config import TransformerConfig
 from dspark_jax.target.transformer import Transformer
 from dspark_jax.training import anchors
 from dspark_jax.training import losses
+from dspark_jax.training import medusa_loss
 from dspark_jax.training import recurrent_loss
 from pallas_kernels import distillation_loss
 
@@ -115,7 +117,7 @@ class Objective:
     target_dtype: of the target's.
   """
   target_config: TransformerConfig
-  drafter_config: DrafterConfig | RecurrentConfig
+  drafter_config: DrafterConfig | RecurrentConfig | MedusaConfig
   loss: losses.LossConfig = losses.LossConfig()
   num_anchors: int = 128
   dtype: Any = jnp.float32
@@ -185,6 +187,8 @@ def sum_batch_losses(params: Any, frozen: Frozen, batch, key: jax.Array, *, obje
                                                    num_anchors=objective.num_anchors)
   blocks = anchors.gather_blocks(batch["input_ids"], batch["loss_mask"], positions_BxA, keep_BxA,
                                  proposal_len=objective.drafter_config.proposal_len)
+  if isinstance(objective.drafter_config, MedusaConfig):
+    return medusa_loss.sum_losses(params, frozen, target_out, blocks, objective=objective)
   return sum_block_losses(params, frozen, target_out, blocks, objective=objective,
                           input_ids_BxT=batch["input_ids"])
 

@@ -17,7 +17,6 @@ import numpy as np
 import tensorboardX
 import tqdm
 
-from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.target.config import TransformerConfig
 from dspark_jax.training import curves
 from dspark_jax.training import losses
@@ -53,13 +52,14 @@ class TrainResult:
   is_finished: bool
 
 
-def train(config: TrainConfig, *, target_config: TransformerConfig, drafter_config: DrafterConfig,
+def train(config: TrainConfig, *, target_config: TransformerConfig, drafter_config: Any,
           frozen: step_lib.Frozen, params: Any, batches: DataIterator, checkpointer: Saver,
           workdir: str | pathlib.Path, eval_batches: Sequence[Mapping[str, np.ndarray]] = (),
           on_step: Callable[[int], None] | None = None) -> TrainResult:
   """Trains `params` until max_steps, max_minutes or the end of the data; resumes if it can.
 
   Args:
+    drafter_config: of any kind (`drafter.kinds`).
     frozen: target parameters and the reduced draft vocabulary.
     params: the drafter's at step 0; only their shapes matter when a checkpoint exists.
     batches: iterator of micro-batches.
@@ -121,7 +121,7 @@ def train(config: TrainConfig, *, target_config: TransformerConfig, drafter_conf
 
 
 def make_objective(config: TrainConfig, target_config: TransformerConfig,
-                   drafter_config: DrafterConfig) -> step_lib.Objective:
+                   drafter_config: Any) -> step_lib.Objective:
   """Returns the static part of the loss."""
   return step_lib.Objective(
       target_config=target_config, drafter_config=drafter_config, loss=config.loss,

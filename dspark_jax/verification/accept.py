@@ -7,10 +7,13 @@ from jax import lax
 
 from dspark_jax.sampling import SamplingParams, law_logits
 from dspark_jax.types import Verdict
+from dspark_jax.verification.block import verify_block
 from pallas_kernels.counter_rng import COIN, RECOVER, noise_words, uniform
 from pallas_kernels.rejection_sampling import rejection_sampling
 from pallas_kernels.rejection_sampling.reference import count_prefix, gather_logits
 from pallas_kernels.rows import find_laws, first_argmax
+
+RULES = ("token", "block")
 
 
 def accept(
@@ -23,6 +26,7 @@ def accept(
   anchor_positions_B: jax.Array,
   draft_ids: jax.Array | None = None,
   vocab_limit: int | None = None,
+  rule: str = "token",
   implementation: str = "auto",
 ) -> Verdict:
   """Returns the Verdict on a round's drafts; committed tokens follow the target's law exactly.
@@ -41,8 +45,10 @@ def accept(
     anchor_positions_B: int32, absolute position of each request's anchor token.
     draft_ids: int32 sorted target ids of the draft vocabulary, None = the whole vocabulary.
     vocab_limit: static int, ids from here on are padding of the LM head and never drawn.
+    rule: "token" (rejection sampling draft by draft) or "block" (`block.verify_block`).
     implementation: see `pallas_kernels.dispatch`.
   """
+  check_rule(rule)
   num_rows, num_drafts = target_logits_BxWxV.shape[1], draft_tokens_BxG.shape[1]
   verify_lens_B = jnp.clip(verify_lens_B, 0, min(num_drafts, num_rows - 1))
   draft_logits_BxGxD = draft_logits_BxGxD.astype(jnp.float32)
@@ -58,18 +64,34 @@ def accept(
       positions_Bxn = anchor_positions_B[:, None] + 1 + jnp.arange(num_positions)[None]
       return noise_words(params.seed, purpose, positions_Bxn, 0)
 
+    keywords = {
+      "verify_lens_B": verify_lens_B,
+      "noise_words_BxWx2": words(RECOVER, num_rows),
+      "draft_ids": draft_ids,
+    }
+    law_BxWxV = law_logits(target_logits_BxWxV, params, vocab_limit=vocab_limit)
+    if rule == "block":
+      # Coins of the round, not of positions: see verify_block. Slot 0 is the token-wise coin.
+      slots_BxG = jnp.broadcast_to(jnp.arange(1, num_drafts + 1)[None], draft_tokens_BxG.shape)
+      coins_BxG = uniform(noise_words(params.seed, COIN, anchor_positions_B, slots_BxG))
+      return verify_block(
+        law_BxWxV, draft_logits_BxGxD, draft_tokens_BxG, coins_BxG=coins_BxG, **keywords
+      )
     return rejection_sampling(
-      law_logits(target_logits_BxWxV, params, vocab_limit=vocab_limit),
+      law_BxWxV,
       draft_logits_BxGxD,
       draft_tokens_BxG,
-      verify_lens_B=verify_lens_B,
       coins_BxG=uniform(words(COIN, num_drafts)),
-      noise_words_BxWx2=words(RECOVER, num_rows),
-      draft_ids=draft_ids,
       implementation=implementation,
+      **keywords,
     )
 
   return Verdict(*lax.cond(jnp.any(params.temperature > 0), accept_sampled, accept_greedy))
+
+
+def check_rule(rule: str) -> None:
+  if rule not in RULES:
+    raise ValueError(f"accept_rule: found {rule!r}, expected one of {', '.join(RULES)}")
 
 
 def _accept_greedy(

@@ -8,6 +8,8 @@ from experiments import _timing
 class Model:
   """Stands for a DSpark: remembers what was asked of it."""
 
+  proposer = None
+
   def __init__(self, name="model"):
     self.name, self.calls = name, []
 

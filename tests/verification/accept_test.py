@@ -9,7 +9,7 @@ from dspark_jax.verification.accept import accept
 from pallas_kernels.counter_rng import DRAFT, RECOVER, noise_words
 from tests import oracles
 
-accept_jit = jax.jit(accept, static_argnames="vocab_limit")
+accept_jit = jax.jit(accept, static_argnames=("vocab_limit", "rule"))
 law_logits_jit = jax.jit(law_logits, static_argnames="vocab_limit")
 make_words = jax.jit(noise_words)
 sample_jit = jax.jit(sample)
