@@ -94,34 +94,88 @@ def test_the_residual_of_the_token_wise_rule_is_caught():
   assert p_value < MAX_P_VALUE_OF_A_FAULT
 
 
-# Accepted drafts ---------------------------------------------------------------------------------
+# Accepted drafts, and the law by enumeration -----------------------------------------------------
+
+
+def walk_block(target, drafter, prefix, drafts, *, num_sent):
+  """Yields (accepted drafts, probability, law of the next token) of one block, from the paper."""
+  laws = [(target(prefix + drafts[:k]), drafter(prefix + drafts[:k])) for k in range(num_sent)]
+  weights = [1.0]
+  for x, (p, q) in zip(drafts, laws):
+    weights.append(min(1.0, weights[-1] * p[x] / q[x]))
+  refused = 1.0
+  for i in range(num_sent, -1, -1):
+    h, law = weights[i], target(prefix + drafts[:i])
+    if i < num_sent:
+      residual = np.maximum(weights[i] * laws[i][0] - laws[i][1], 0)
+      rest = residual.sum()
+      h = rest / (rest + 1 - weights[i]) if rest + 1 - weights[i] > 0 else 1.0
+      law = residual / rest if rest > 0 else law
+    h = 1.0 if i == 0 else h
+    yield i, refused * h, law
+    refused *= 1 - h
+
+
+def compute_block_law(target, drafter, num_sent, *, num_tokens, num_drafts, vocab):
+  """As `oracles.compute_speculative_law`, with blocks: every event of decoding `num_tokens`."""
+
+  @functools.cache
+  def continue_from(prefix):
+    if len(prefix) >= num_tokens:
+      return {prefix[:num_tokens]: 1.0}
+    found = {}
+    for drafts in itertools.product(range(vocab), repeat=num_drafts):
+      weight = np.prod([drafter(prefix + drafts[:k])[drafts[k]] for k in range(num_drafts)])
+      length = num_sent(prefix, drafts)
+      for i, chance, law in walk_block(target, drafter, prefix, drafts, num_sent=length):
+        for token in np.flatnonzero(law * chance * weight):
+          more = continue_from(prefix + drafts[:i] + (int(token),))
+          for sequence, p in more.items():
+            found[sequence] = found.get(sequence, 0.0) + weight * chance * law[token] * p
+    return found
+
+  law = np.zeros((vocab,) * num_tokens)
+  for sequence, p in continue_from(()).items():
+    law[sequence] = p
+  return law
+
+
+@pytest.mark.parametrize("num_sent", [
+  lambda prefix, drafts: 3,
+  # Depends on what was drafted before, as thresholds do, or where drafting ends at a stop token.
+  lambda prefix, drafts: 1 + (drafts[0] == 1) * (1 + (drafts[1] != 0)),
+])
+def test_enumeration_agrees_that_the_rule_is_exact(num_sent):
+  sizes = {"num_tokens": 3, "num_drafts": 3, "vocab": 3}
+  target, drafter = random_laws(5, 3), random_laws(6, 3)
+  found = compute_block_law(target, drafter, num_sent, **sizes)
+  expected = oracles.compute_sequence_law(target, 3, 3)
+  np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_enumeration_agrees_that_peeking_is_not():
+  """Whether draft 2 is sent must not depend on draft 2."""
+  sizes = {"num_tokens": 2, "num_drafts": 2, "vocab": 3}
+  target, drafter = random_laws(5, 3), random_laws(6, 3)
+  found = compute_block_law(target, drafter, lambda _, drafts: 1 + (drafts[1] == 0), **sizes)
+  assert np.abs(found - oracles.compute_sequence_law(target, 2, 3)).max() > 0.01
 
 
 def compute_expected_accepted(target, drafter, *, num_drafts, vocab):
   """Returns E[accepted drafts] of (token-wise, block) verification by enumeration, float64.
 
-  `target(prefix)` and `drafter(prefix)` are laws. Written from the papers: token-wise from the
-  product of ratios, block from h_i and independent coins.
+  `target(prefix)` and `drafter(prefix)` are laws [vocab].
   """
   token = both = 0.0
   for drafts in itertools.product(range(vocab), repeat=num_drafts):
-    chance, product, weight, weights = 1.0, 1.0, 1.0, []
+    chance, product, products = 1.0, 1.0, []
     for k, x in enumerate(drafts):
       p, q = target(drafts[:k])[x], drafter(drafts[:k])[x]
-      chance *= q
-      product *= min(1.0, p / q)
-      weight = min(1.0, weight * p / q)
-      weights.append((product, weight))
-    token += chance * sum(product for product, _ in weights)
-    refused = chance
-    for i in range(num_drafts, 0, -1):
-      w = weights[i - 1][1]
-      h = w
-      if i < num_drafts:
-        rest = np.maximum(w * target(drafts[:i]) - drafter(drafts[:i]), 0).sum()
-        h = rest / (rest + 1 - w) if rest + 1 - w > 0 else 1.0
-      both += refused * h * i
-      refused *= 1 - h
+      chance, product = chance * q, product * min(1.0, p / q)
+      products.append(product)
+    token += chance * sum(products)
+    blocks = walk_block(target, drafter, (), drafts, num_sent=num_drafts)
+    both += chance * sum(i * accepted for i, accepted, _ in blocks)
   return token, both
 
 
