@@ -103,12 +103,16 @@ def residual_law(p_BxV, q_BxV):
 def gather_logits(logits_BxGxD, tokens_BxG, draft_ids):
   """Returns the logit of each row's token, [B, rows]; -inf for a token outside the vocabulary."""
   tokens_BxG = tokens_BxG[:, : logits_BxGxD.shape[1]]
-  size = logits_BxGxD.shape[-1]
+  columns_BxG = find_columns(tokens_BxG, draft_ids, logits_BxGxD.shape[-1])
+  safe_BxGx1 = jnp.maximum(columns_BxG, 0)[..., None]
+  found_BxG = jnp.take_along_axis(logits_BxGxD, safe_BxGx1, axis=-1)[..., 0]
+  return jnp.where(columns_BxG >= 0, found_BxG, -jnp.inf)
+
+
+def find_columns(tokens_BxG, draft_ids, size: int):
+  """Returns the column of each token, int32 of the same shape; -1 outside the vocabulary."""
   if draft_ids is None:
-    columns_BxG, is_known_BxG = tokens_BxG, (tokens_BxG >= 0) & (tokens_BxG < size)
-  else:
-    columns_BxG = jnp.searchsorted(draft_ids, tokens_BxG)
-    is_known_BxG = jnp.take(draft_ids, columns_BxG, mode="clip") == tokens_BxG
-  columns_BxG = jnp.clip(columns_BxG, 0, size - 1)
-  found_BxG = jnp.take_along_axis(logits_BxGxD, columns_BxG[..., None], axis=-1)[..., 0]
-  return jnp.where(is_known_BxG, found_BxG, -jnp.inf)
+    return jnp.where((tokens_BxG >= 0) & (tokens_BxG < size), tokens_BxG, -1)
+  columns_BxG = jnp.searchsorted(draft_ids, tokens_BxG)
+  is_known_BxG = jnp.take(draft_ids, columns_BxG, mode="clip") == tokens_BxG
+  return jnp.where(is_known_BxG, jnp.minimum(columns_BxG, size - 1), -1)
