@@ -280,28 +280,28 @@ def _draw_kernel(target_index_ref, draft_index_ref, lse_ref, words_ref, target_r
   block, tile = pl.program_id(0), pl.program_id(1)
   num_tiles = pl.cdiv(width, columns)
 
+  def copy_row(at_tile, size: int, s: int, kind: int, act):
+    """Calls `act` on the copy of one request's tile into sublane `s`, where it takes place."""
+    hbm_ref, index_ref = ((target_ref, target_index_ref), (draft_ref, draft_index_ref))[kind]
+    request = block * SUBLANES + s
+    row, slot = index_ref[request], lax.rem(at_tile, 2)
+    where = pl.ds(pl.multiple_of(at_tile * columns, LANES), size)
+
+    @pl.when((request < batch) & (row >= 0))
+    def _():
+      act(pltpu.make_async_copy(hbm_ref.at[pl.ds(row, 1), where],
+                                rows_ref.at[slot, kind, pl.ds(s, 1), pl.ds(0, size)],
+                                sem_ref.at[slot]))
+
   def copy_tile(at_tile, act):
-    """Starts or awaits the copies of a tile: `act` is called on each copy that takes place."""
-    slot = lax.rem(at_tile, 2)
-
     def copy(size):
-      where = pl.ds(pl.multiple_of(at_tile * columns, LANES), size)
       for s in range(SUBLANES):
-        request = block * SUBLANES + s
-        for kind, hbm_ref, index_ref in ((0, target_ref, target_index_ref),
-                                         (1, draft_ref, draft_index_ref)):
-          row = index_ref[request]
+        for kind in (0, 1):
+          copy_row(at_tile, size, s, kind, act)
 
-          @pl.when((request < batch) & (row >= 0))
-          def _():
-            act(pltpu.make_async_copy(
-                hbm_ref.at[pl.ds(row, 1), where],
-                rows_ref.at[slot, kind, pl.ds(s, 1), pl.ds(0, size)], sem_ref.at[slot]))
-
-    last = width - (num_tiles - 1) * columns
     if num_tiles > 1:
       pl.when(at_tile < num_tiles - 1)(lambda: copy(columns))
-    pl.when(at_tile == num_tiles - 1)(lambda: copy(last))
+    pl.when(at_tile == num_tiles - 1)(lambda: copy(width - (num_tiles - 1) * columns))
 
   @pl.when(tile == 0)
   def _():
@@ -351,4 +351,5 @@ def _draw_kernel(target_index_ref, draft_index_ref, lse_ref, words_ref, target_r
 
 
 def round_up(n: int, multiple: int) -> int:
+  """Returns the next multiple."""
   return pl.cdiv(n, multiple) * multiple
