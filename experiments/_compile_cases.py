@@ -90,7 +90,7 @@ def build_step(num_layers: int = 36):
   target = TransformerConfig(
       model_type="qwen3", vocab_size=V, hidden_size=D, intermediate_size=9728,
       num_layers=num_layers, num_heads=32, num_kv_heads=8, head_dim=128,
-      rope=RopeConfig(theta=1e6), tie_word_embeddings=True, qk_norm=True,
+      rope=RopeConfig(rope_theta=1e6), tie_word_embeddings=True, qk_norm=True,
       max_position_embeddings=40960)
   config = config_for_target(target, mask_token_id=151669, num_layers=min(5, num_layers),
                              markov_rank=R, proposal_len=G)

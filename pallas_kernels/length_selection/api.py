@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.length_selection import reference
+from pallas_kernels.length_selection import kernel_tpu, reference
 
 
 def length_selection(
@@ -76,11 +76,14 @@ def length_selection(
   num_forced = jnp.sum(least_B, dtype=jnp.int32)
   if step_curve_C is None:
     room = jnp.asarray(budget, jnp.int32) - num_forced
-    return least_B + dispatch(implementation, keys_BxG, room, reference=reference.fill_budget)
+    return least_B + dispatch(
+      implementation, keys_BxG, room, reference=reference.fill_budget,
+      kernels={"tpu": kernel_tpu.fill_budget_tpu})
   num_live = jnp.sum(is_live_B, dtype=jnp.int32)
   expected_tokens = num_live.astype(jnp.float32) + forced
   return least_B + dispatch(implementation, keys_BxG, expected_tokens, num_live + num_forced,
-                            step_curve_C, reference=reference.stop_early)
+                            step_curve_C, reference=reference.stop_early,
+                            kernels={"tpu": kernel_tpu.stop_early_tpu})
 
 
 def make_keys(survival_BxG: jax.Array, least_B: jax.Array, most_B: jax.Array):
