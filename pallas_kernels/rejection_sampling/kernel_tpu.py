@@ -41,47 +41,11 @@ def rejection_sampling_tpu(target_logits_BxWxV, draft_logits_BxGxD, draft_tokens
                            coins_BxG, noise_words_BxWx2, draft_ids=None, *, tiles: Tiles = Tiles(),
                            interpret=False):
   """Same as `api.rejection_sampling`."""
-  batch, num_rows, vocab = target_logits_BxWxV.shape
-  num_drafts = min(draft_tokens_BxG.shape[1], num_rows - 1)
-  verify_lens_B = jnp.clip(verify_lens_B, 0, num_drafts)
-  options = {"tiles": tiles, "interpret": interpret}
-
-  target_rows = Rows(target_logits_BxWxV)
-  tokens_BxW = jnp.pad(draft_tokens_BxG[:, :num_drafts], ((0, 0), (0, num_rows - num_drafts)),
-                       constant_values=-1)
-  target_lse_BxW, target_logit_BxW, is_target_law_BxW = target_rows.measure(tokens_BxW, **options)
-  if num_drafts:
-    draft_rows = Rows(draft_logits_BxGxD)
-    draft_lse_BxG, draft_logit_BxG, is_draft_law_BxG = draft_rows.measure(
-        reference.find_columns(draft_tokens_BxG, draft_ids, draft_logits_BxGxD.shape[2]), **options)
-    is_accepted_BxG = reference.accept_drafts(
-        (target_logit_BxW - target_lse_BxW)[:, :num_drafts],
-        (draft_logit_BxG - draft_lse_BxG)[:, :num_drafts], coins_BxG)
-    is_accepted_BxG &= is_target_law_BxW[:, :num_drafts] & is_draft_law_BxG[:, :num_drafts]
-    num_accepted_B = reference.count_prefix(is_accepted_BxG, verify_lens_B)
-  else:
-    num_accepted_B = jnp.zeros_like(verify_lens_B)
-
-  take = lambda array_BxN, n_B: jnp.take_along_axis(array_BxN, n_B[:, None], axis=1)[:, 0]
-  words_Bx2 = jnp.take_along_axis(noise_words_BxWx2, num_accepted_B[:, None, None], axis=1)[:, 0]
-  is_valid_B = take(is_target_law_BxW, num_accepted_B)
-  lse_B = take(target_lse_BxW, num_accepted_B)
-  rows_NxV, index_B = target_rows.select(num_accepted_B)
-  if not num_drafts:
-    draft = None
-    is_rejected_B = jnp.zeros_like(is_valid_B)
-  else:
-    draft_row_B = jnp.minimum(num_accepted_B, num_drafts - 1)
-    is_rejected_B = num_accepted_B < verify_lens_B
-    is_valid_B &= ~is_rejected_B | take(is_draft_law_BxG, draft_row_B)
-    draft_NxV, draft_index_B = draft_rows.select(draft_row_B, draft_ids, vocab)
-    draft = (draft_NxV, jnp.where(is_rejected_B, draft_index_B, -1),
-             take(draft_lse_BxG, draft_row_B))
-  recovered_B, mass_B, bonus_B = draw_tokens(rows_NxV, index_B, lse_B, words_Bx2, draft,
-                                             vocab=vocab, **options)
-  uses_residual_B = is_rejected_B & (mass_B > reference.MIN_RESIDUAL_MASS)
-  next_token_B = jnp.where(uses_residual_B, recovered_B, bonus_B)
-  return num_accepted_B, jnp.where(is_valid_B, next_token_B, 0), is_valid_B
+  measure = functools.partial(measure_rows, tiles=tiles, interpret=interpret)
+  draw = functools.partial(draw_tokens, tiles=tiles, interpret=interpret)
+  return reference.decide(
+      target_logits_BxWxV, draft_logits_BxGxD, draft_tokens_BxG, verify_lens_B, coins_BxG,
+      noise_words_BxWx2, draft_ids, measure=measure, draw=draw)
 
 
 class Rows:
@@ -95,19 +59,19 @@ class Rows:
     self.batch, self.num_rows, self.vocab = logits_BxNxV.shape
     self.is_slot_major = self.num_rows % SUBLANES != 0 and self.batch % SUBLANES == 0
     self.logits_BxNxV = logits_BxNxV
-    self.rows_MxV = self._flatten(logits_BxNxV)
+    self.rows_MxV = self.flatten(logits_BxNxV)
 
-  def _flatten(self, array_BxNxX):
+  def flatten(self, array_BxNxX: jax.Array) -> jax.Array:
+    """Returns [B * N, X] in the order of the rows."""
     if self.is_slot_major:
       array_BxNxX = jnp.swapaxes(array_BxNxX, 0, 1)
     return array_BxNxX.reshape(self.batch * self.num_rows, -1)
 
-  def measure(self, columns_BxN: jax.Array, **options):
-    """Returns (lse_BxN, logit_BxN at `columns`, is_law_BxN); a column of -1 has no logit: -inf."""
-    found = measure_rows(self.rows_MxV, self._flatten(columns_BxN[..., None]), **options)
+  def unflatten(self, array_Mx1: jax.Array) -> jax.Array:
+    """Returns what was found for each row as [B, N]."""
     if self.is_slot_major:
-      return tuple(a_M.reshape(self.num_rows, self.batch).T for a_M in found)
-    return tuple(a_M.reshape(self.batch, self.num_rows) for a_M in found)
+      return array_Mx1.reshape(self.num_rows, self.batch).T
+    return array_Mx1.reshape(self.batch, self.num_rows)
 
   def select(self, row_B: jax.Array, draft_ids=None, vocab: int | None = None):
     """Returns (rows, index_B): row `row_B[b]` of request b is rows[index_B[b]].
@@ -120,26 +84,25 @@ class Rows:
       if self.is_slot_major:
         return self.rows_MxV, row_B * self.batch + request_B
       return self.rows_MxV, request_B * self.num_rows + row_B
-    row_BxV = jnp.take_along_axis(self.logits_BxNxV, row_B[:, None, None], axis=1)[:, 0]
+    row_BxV = reference.take_rows(self.logits_BxNxV, row_B)
     width = round_up(vocab or self.vocab, LANES)
-    if draft_ids is None:
-      row_BxV = jnp.pad(row_BxV, ((0, 0), (0, width - self.vocab)), constant_values=-jnp.inf)
-    else:
-      row_BxV = jnp.full((self.batch, width), -jnp.inf).at[:, draft_ids].set(
-          row_BxV, unique_indices=True, indices_are_sorted=True)
-    return row_BxV, request_B
+    if draft_ids is not None:
+      return reference.spread(row_BxV, draft_ids, width, -jnp.inf), request_B
+    padding = ((0, 0), (0, width - self.vocab))
+    return jnp.pad(row_BxV, padding, constant_values=-jnp.inf), request_B
 
 
-def measure_rows(logits_MxV: jax.Array, columns_Mx1: jax.Array, *, tiles: Tiles, interpret):
-  """Returns (lse_M, logit_M at `columns`, is_law_M) of rows of logits, each read once."""
-  num_rows, vocab = logits_MxV.shape
+def measure_rows(logits_BxNxV: jax.Array, columns_BxN: jax.Array, *, tiles: Tiles, interpret):
+  """Same as `reference.measure_rows`; every row is read once."""
+  rows = Rows(logits_BxNxV)
+  num_rows, vocab = rows.rows_MxV.shape
   group = min(SUBLANES, num_rows)
   block_rows = min(tiles.rows, num_rows // group * group)
   step = LANES * min(tiles.unroll, pl.cdiv(vocab, LANES))
   block_columns = min(tiles.columns // step * step, round_up(vocab, step))
   num_tiles = pl.cdiv(vocab, block_columns)
   per_row = pl.BlockSpec((block_rows, 1), lambda m, t: (m, 0))
-  lse_Mx1, logit_Mx1, is_law_Mx1 = pl.pallas_call(
+  found = pl.pallas_call(
       functools.partial(_measure_kernel, vocab=vocab, group=group, step=step),
       grid=(pl.cdiv(num_rows, block_rows), num_tiles),
       in_specs=[per_row, pl.BlockSpec((block_rows, block_columns), lambda m, t: (m, t))],
@@ -150,8 +113,9 @@ def measure_rows(logits_MxV: jax.Array, columns_Mx1: jax.Array, *, tiles: Tiles,
       cost_estimate=pl.CostEstimate(
           flops=8 * num_rows * vocab, transcendentals=num_rows * vocab,
           bytes_accessed=4 * num_rows * (vocab + 4)),
-      interpret=interpret, name="measure_rows")(columns_Mx1, logits_MxV)
-  return lse_Mx1[:, 0], logit_Mx1[:, 0], is_law_Mx1[:, 0] > 0
+      interpret=interpret, name="measure_rows")(rows.flatten(columns_BxN[..., None]), rows.rows_MxV)
+  lse_BxN, logit_BxN, is_law_BxN = (rows.unflatten(a_Mx1) for a_Mx1 in found)
+  return lse_BxN, logit_BxN, is_law_BxN > 0
 
 
 def _measure_kernel(column_ref, logits_ref, lse_ref, logit_ref, is_law_ref, top_ref, total_ref,
@@ -226,20 +190,20 @@ def _measure_kernel(column_ref, logits_ref, lse_ref, logit_ref, is_law_ref, top_
     is_law_ref[...] = jnp.where(is_bad | (top == -jnp.inf), 0.0, 1.0)
 
 
-def draw_tokens(target_MxV, target_index_B, target_lse_B, words_Bx2, draft, *, vocab: int,
+def draw_tokens(target_logits_BxWxV, row_B, lse_B, words_Bx2, draft, is_rejected_B, *,
                 tiles: Tiles, interpret):
-  """Returns (recovered_B, mass_B, bonus_B), the tokens drawn from the residual and the target.
-
-  `target_index_B` says which row of `target_MxV` is request b's; `draft` is (rows, index, lse)
-  of the drafter, where an index of -1 leaves the recovered token undefined and the row unread, or
-  None. Row widths are multiples of 128, columns from `vocab` on are not looked at.
-  """
-  batch = target_index_B.shape[0]
+  """Same as `reference.draw_tokens`; reads the row that draws, and the drafter's where rejected."""
+  batch, _, vocab = target_logits_BxWxV.shape
+  target_MxV, target_index_B = Rows(target_logits_BxWxV).select(row_B)
   width = target_MxV.shape[1]
+  if draft is None:
+    draft_MxV, draft_index_B, draft_lse_B = target_MxV, jnp.full_like(row_B, -1), lse_B
+  else:
+    draft_logits_BxGxD, draft_row_B, draft_lse_B, draft_ids = draft
+    draft_MxV, draft_index_B = Rows(draft_logits_BxGxD).select(draft_row_B, draft_ids, vocab)
+    draft_index_B = jnp.where(is_rejected_B, draft_index_B, -1)  # -1: not read
   padded = round_up(batch, SUBLANES)
-  draft_MxV, draft_index_B, draft_lse_B = draft if draft is not None else (
-      target_MxV, jnp.full_like(target_index_B, -1), target_lse_B)
-  lse_Bx2 = jnp.stack([target_lse_B, draft_lse_B], axis=1)
+  lse_Bx2 = jnp.stack([lse_B, draft_lse_B], axis=1)
   pad = lambda a: jnp.pad(a, ((0, padded - batch),) + ((0, 0),) * (a.ndim - 1))
   columns = min(tiles.draw_columns, width)
   step = min(tiles.draw_width, round_up(columns, LANES))
@@ -266,7 +230,8 @@ def draw_tokens(target_MxV, target_index_B, target_lse_B, words_Bx2, draft, *, v
           bytes_accessed=4 * batch * (num_reads * width + 16)),
       interpret=interpret, name="draw_tokens",
   )(pad(target_index_B), pad(draft_index_B), pad(lse_Bx2), pad(words_Bx2), target_MxV, draft_MxV)
-  return recovered[:batch, 0], mass[:batch, 0], bonus[:batch, 0]
+  recovered_B, mass_B, bonus_B = (a[:batch, 0] for a in (recovered, mass, bonus))
+  return jnp.where(is_rejected_B & (mass_B > reference.MIN_RESIDUAL_MASS), recovered_B, bonus_B)
 
 
 def _draw_kernel(target_index_ref, draft_index_ref, lse_ref, words_ref, target_ref, draft_ref,
