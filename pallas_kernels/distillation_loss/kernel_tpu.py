@@ -205,6 +205,11 @@ def _sum(x_CxT):
   return jnp.sum(x_CxT, axis=1, keepdims=True)
 
 
+def _sign(x_CxT):
+  """jnp.sign asks for the device when it is lowered, which fails where there is none."""
+  return jnp.where(x_CxT > 0, 1.0, jnp.where(x_CxT < 0, -1.0, 0.0))
+
+
 def _terms_kernel(hidden, bias_in, target, head, w2, columns, stats, running, *, vocab, tile,
                   has_copy, has_kl, has_target_lse):
   """Pass 0: running maxima and sums of both rows of logits; pass 1: the terms."""
@@ -247,7 +252,7 @@ def _terms_kernel(hidden, bias_in, target, head, w2, columns, stats, running, *,
     target_p_CxT = jnp.exp(target_CxT - target_lse_Cx1)
     gap_CxT = draft_p_CxT - target_p_CxT
     stats[:, _TV:_TV + 1] += _sum(jnp.abs(gap_CxT))
-    stats[:, _MEAN_SIGN:_MEAN_SIGN + 1] += _sum(draft_p_CxT * jnp.sign(gap_CxT))
+    stats[:, _MEAN_SIGN:_MEAN_SIGN + 1] += _sum(draft_p_CxT * _sign(gap_CxT))
     stats[:, _TARGET_MASS:_TARGET_MASS + 1] += _sum(target_p_CxT)
     if has_kl:
       log_ratio_CxT = target_CxT - draft_CxT - (target_lse_Cx1 - draft_lse_Cx1)
@@ -283,7 +288,7 @@ def _gradients_kernel(hidden, bias_in, target, head, w2, columns, stats, d_w2_in
   if has_kl:
     d_kl_Cx1 = column(columns, _D_KL)
     coefficient_Cx1 += d_kl_Cx1 * column(stats, _TARGET_MASS)
-  d_logits_CxT = draft_p_CxT * (d_tv_Cx1 * jnp.sign(draft_p_CxT - target_p_CxT) + coefficient_Cx1)
+  d_logits_CxT = draft_p_CxT * (d_tv_Cx1 * _sign(draft_p_CxT - target_p_CxT) + coefficient_Cx1)
   if has_kl:
     d_logits_CxT -= d_kl_Cx1 * target_p_CxT
   d_logits_CxT -= jnp.where(column_CxT == label_Cx1, d_ce_Cx1, 0.0)
