@@ -251,7 +251,7 @@ def _fetch_embeds(w1, token_Bx1, embed, rows, tokens_vmem, tokens_smem, semaphor
   copy.wait()
 
   def row_copy(b):
-    start = pl.multiple_of(tokens_smem[b, 0] // _ROWS * _ROWS, _ROWS)
+    start = pl.multiple_of(tokens_smem[b, 0] & ~(_ROWS - 1), _ROWS)
     return pltpu.make_async_copy(w1.at[pl.ds(start, _ROWS)], rows.at[b], semaphore)
 
   def start(b, _):
@@ -264,7 +264,8 @@ def _fetch_embeds(w1, token_Bx1, embed, rows, tokens_vmem, tokens_smem, semaphor
 
   lax.fori_loop(0, rows.shape[0], start, 0)
   lax.fori_loop(0, rows.shape[0], wait, 0)
-  at_Bx1x1 = (token_Bx1 % _ROWS)[:, :, None]
+  # By bits: // and % ask for the device when they are lowered, which fails where there is none.
+  at_Bx1x1 = (token_Bx1 & (_ROWS - 1))[:, :, None]
   row_BxKx1 = lax.broadcasted_iota(jnp.int32, (*rows.shape[:2], 1), 1)
   chosen_BxKxR = jnp.where(row_BxKx1 == at_Bx1x1, rows[...].astype(jnp.float32), 0.0)
   embed[...] = jnp.sum(chosen_BxKxR, axis=1).astype(embed.dtype)
