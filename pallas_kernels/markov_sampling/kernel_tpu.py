@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.counter_rng import threefry2x32
+from pallas_kernels.kernel_math import gumbel_block
 from pallas_kernels.markov_sampling.reference import Draws, advance
 
 _LANES = 128
@@ -163,7 +163,7 @@ def _walk_kernel(any_sampled, base, w1, w2, first_embed, words, temperature, pre
 
   @pl.when(any_sampled[block] > 0)
   def _():
-    noise[...] = jnp.where(is_greedy_Bx1, 0.0, _gumbel(words[...], ids_1xT))
+    noise[...] = jnp.where(is_greedy_Bx1, 0.0, gumbel_block(words[:, 0:1], words[:, 1:2], ids_1xT))
 
   @pl.when(any_sampled[block] == 0)
   def _():
@@ -220,18 +220,6 @@ def _add_to_sum(running, logits_BxT, scale_Bx1):
   running[:, 0:1] = new_top_Bx1
   # By comparison: a maximum may turn a NaN into a number.
   running[:, 2:3] += jnp.sum(jnp.where(logits_BxT < jnp.inf, 0.0, 1.0), axis=1, keepdims=True)
-
-
-def _gumbel(words_Bx2, ids_1xT):
-  """The noise of `counter_rng.gumbel`, bit for bit up to log: unsigned to float by halves."""
-  zeros_1xT = jnp.zeros(ids_1xT.shape, jnp.uint32)
-  bits_BxT, _ = threefry2x32((words_Bx2[:, 0:1], words_Bx2[:, 1:2]),
-                             (ids_1xT.astype(jnp.uint32), zeros_1xT))
-  high = (bits_BxT >> jnp.uint32(16)).astype(jnp.int32).astype(jnp.float32)
-  low = (bits_BxT & jnp.uint32(0xFFFF)).astype(jnp.int32).astype(jnp.float32)
-  uniform = (high * 65536.0 + low) * jnp.float32(2.0**-32) + jnp.float32(2.0**-33)
-  uniform = jnp.minimum(uniform, jnp.float32(1 - 2.0**-24))
-  return -jnp.log(-jnp.log1p(-uniform))
 
 
 def _find_winner(logit_BxL, noise_BxL, id_BxL, scale_Bx1):
