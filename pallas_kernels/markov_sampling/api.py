@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.markov_sampling import kernel_tpu
+from pallas_kernels.markov_sampling import kernel_gpu, kernel_tpu
 from pallas_kernels.markov_sampling.reference import KINDS, Draws, markov_sampling_reference
 
 
@@ -44,7 +44,8 @@ def markov_sampling(base_logits_GxBxV: jax.Array, w1_UxR: jax.Array, w2_VxR: jax
       implementation, base_logits_GxBxV, w1_UxR, w2_VxR, first_token_B, words_GxBx2, temperature_B,
       pre_GxBxE, cell_ExI, ids_V,
       reference=functools.partial(markov_sampling_reference, **options),
-      kernels={"tpu": functools.partial(kernel_tpu.markov_sampling_tpu, **options)})
+      kernels={"tpu": functools.partial(kernel_tpu.markov_sampling_tpu, **options)},
+      on_request={"cuda": functools.partial(kernel_gpu.markov_sampling_gpu, **options)})
 
 
 def _check(base_logits, w1, w2, first_token, words, temperature, kind, pre, cell, ids) -> None:
