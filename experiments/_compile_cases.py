@@ -11,6 +11,7 @@ leave out what it does not promise.
 """
 
 import dataclasses
+import functools
 from typing import Any, Callable
 
 import jax
@@ -72,6 +73,51 @@ def build_length_selection(rule: str, batch: int = 512, num_drafts: int = 16,
   return f, (shape(batch, num_drafts), argument)
 
 
+def build_markov_sampling(implementation: str = "pallas", resident_mib: int = 40,
+                          kind: str = "vanilla", with_logits: bool = False):
+  from pallas_kernels.markov_sampling import kernel_tpu, reference
+  cell = {"vanilla": (), "gated": (R, R), "rnn": (3 * R, 2 * R)}[kind]
+  options = dict(kind=kind, with_logits=with_logits)
+  f = functools.partial(reference.markov_sampling_reference, **options)
+  if implementation == "pallas":
+    f = functools.partial(kernel_tpu.markov_sampling_tpu, **options,
+                          tiles=kernel_tpu.Tiles(resident_bytes=resident_mib << 20))
+  weight = shape(V, R, dtype=jnp.bfloat16)
+  args = (shape(G, B, V), weight, weight, shape(B, dtype=jnp.int32),
+          shape(G, B, 2, dtype=jnp.uint32), shape(B))
+  return f, args + ((shape(G, B, cell[0]), shape(*cell, dtype=jnp.bfloat16)) if cell else ())
+
+
+# Of W1 only the rows of the tokens must move; counting it whole would flatter the kernel.
+MARKOV_FLOOR = G * B * V * 4 + V * R * 2
+# What a walk must move where nothing of W2 can stay on the chip: it once a slot.
+MARKOV_STREAM_FLOOR = G * (B * V * 4 + V * R * 2)
+LARGE_VMEM, SMALL_VMEM = ("v5e:2x2", "v6e:2x2"), ("v5p:2x2x1", "tpu7x:2x2x1")
+
+
+def build_distillation_loss(num_tokens: int, *, with_gradients: bool = False,
+                            implementation: str = "pallas"):
+  from pallas_kernels.distillation_loss import distillation_loss, weighted_distillation_loss
+  options = dict(implementation=implementation, chunk=512)
+
+  def terms(hidden, target, head, bias_in, w2, labels):
+    return distillation_loss(hidden, target, head, bias_in, w2, labels, **options)
+
+  def gradients(hidden, target, head, bias_in, w2, labels, weights):
+    loss = lambda hidden, bias_in, w2: weighted_distillation_loss(
+        hidden, target, head, bias_in, w2, labels, weights, weights, **options)
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, bias_in, w2)
+
+  half = functools.partial(shape, dtype=jnp.bfloat16)
+  args = (half(num_tokens, D), half(num_tokens, D), half(V, D), half(num_tokens, R), half(V, R),
+          shape(num_tokens, dtype=jnp.int32))
+  return (gradients, args + (shape(num_tokens),)) if with_gradients else (terms, args)
+
+
+# TV needs both normalisers before its first term, so no form reads the LM head less than twice
+# (unless the logits stay, which is what this family is there to avoid).
+TWO_PASSES = 2 * V * (D + R) * 2 + 512 * (2 * D + R) * 2
+
 STEP_BATCH, STEP_SLOTS = 8, 1088  # a number of slots that nothing else in the program has
 
 
@@ -123,6 +169,31 @@ CASES = {case.name: case for case in (
          max_temp_bytes=1 << 20),
     Case("length_selection, budget", lambda: build_length_selection("budget"),
          max_temp_bytes=1 << 20),
+    Case("markov_sampling", lambda: build_markov_sampling(resident_mib=80),
+         ci_targets=LARGE_VMEM, floor_bytes=MARKOV_FLOOR, max_ratio=1.2, max_temp_bytes=4 << 20),
+    Case("markov_sampling, half resident", build_markov_sampling, ci_targets=SMALL_VMEM,
+         floor_bytes=MARKOV_STREAM_FLOOR, max_ratio=1.0, max_temp_bytes=4 << 20),
+    Case("markov_sampling, rnn, with logits", lambda: build_markov_sampling(
+        kind="rnn", with_logits=True), ci_targets=("v5e:2x2",), max_temp_bytes=16 << 20),
+    Case("markov_sampling, gated", lambda: build_markov_sampling(kind="gated"),
+         ci_targets=("v5p:2x2x1",), max_temp_bytes=16 << 20),
+    Case("markov_sampling, XLA", lambda: build_markov_sampling("reference"), ci_targets=(),
+         floor_bytes=MARKOV_FLOOR),
+    Case("distillation_loss, 512 tokens", lambda: build_distillation_loss(512),
+         floor_bytes=TWO_PASSES, max_ratio=1.2, max_temp_bytes=4 << 20),
+    Case("distillation_loss, 512 tokens, XLA",
+         lambda: build_distillation_loss(512, implementation="reference"), ci_targets=(),
+         floor_bytes=TWO_PASSES),
+    # 4,096 tokens x V would be 2.5 GB a float32 array; the gradient of W2 in float32 is 156 MB.
+    Case("distillation_loss, 4096 tokens, gradients",
+         lambda: build_distillation_loss(4096, with_gradients=True), ci_targets=("v5e:2x2",),
+         max_temp_bytes=400 << 20),
+    Case("distillation_loss, 512 tokens, gradients",
+         lambda: build_distillation_loss(512, with_gradients=True), ci_targets=("tpu7x:2x2x1",),
+         max_temp_bytes=200 << 20),
+    Case("distillation_loss, 512 tokens, gradients, XLA",
+         lambda: build_distillation_loss(512, with_gradients=True, implementation="reference"),
+         ci_targets=()),
     Case("step of Qwen3-4B, 4 layers", lambda: build_step(4), ci_targets=("v5e:2x2",),
          **STEP_PROMISES),
     Case("step of Qwen3-4B", build_step, ci_targets=(), **STEP_PROMISES),
