@@ -207,8 +207,7 @@ class DSpark:
     frame, params = self.frame, self.params
     if not is_speculative:
       frame, params = self.plain_frame, {"target": self.target.params}
-    # The policy plays no part before the first round: without it, one prefill serves them all.
-    state = loop.start(dataclasses.replace(frame, policy=None), params, ids,
+    state = loop.start(frame, params, ids,
                        max_new_tokens=_count_new_tokens(ids, options),
                        sampling=sampling, stop_ids=stop_ids, max_slots=self.max_slots)
     return _Call(frame, params, jax.block_until_ready(state), ids, start_s)
