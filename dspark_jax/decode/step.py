@@ -39,13 +39,11 @@ def speculate_step(frame: Frame, params, state: DecodeState) -> DecodeState:
 
 def run_round(frame: Frame, params, state: DecodeState) -> tuple[DecodeState, Round]:
   """`speculate_step` that also returns what the round showed."""
-  anchor_positions_B = state.lens_B - 1
-  anchor_B = jnp.take_along_axis(state.tokens_BxS, anchor_positions_B[:, None], axis=1)[:, 0]
-
   plan = plan_round(frame, state)
-  proposal = propose(frame, params, state, anchor_B, anchor_positions_B, plan)
+  proposal = propose(frame, params, state, plan)
   verify_lens_B, survival_BxG = schedule(frame, state, proposal, plan)
-  verified, bucket = judge_lib.judge(frame, params, state, proposal, verify_lens_B, anchor_B)
+  verified, bucket = judge_lib.judge(frame, params, state, proposal, verify_lens_B,
+                                     find_anchors(state))
   after = commit(frame, params, state, proposal, verify_lens_B, verified)
 
   outcome = Outcome(verify_lens_B, verified.verdict.num_accepted_B,
@@ -71,24 +69,31 @@ def plan_round(frame: Frame, state: DecodeState) -> policies.Plan | None:
                                  count_room(state), ladder=frame.ladder)
 
 
-def propose(frame: Frame, params, state: DecodeState, anchor_B, anchor_positions_B,
+def propose(frame: Frame, params, state: DecodeState,
             plan: policies.Plan | None = None) -> Proposal:
-  """Drafts the full block of every request; an empty proposal where there is no drafter."""
+  """Drafts the full block of every request, unless the plan says that it does not pay."""
+  if plan is None:
+    return draft(frame, params, state)
+  shapes = jax.eval_shape(lambda: draft(frame, params, state))
+  return jax.lax.cond(plan.should_draft, lambda: draft(frame, params, state),
+                      lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+
+
+def draft(frame: Frame, params, state: DecodeState) -> Proposal:
+  """The drafter's full block; an empty proposal where there is no drafter."""
+  anchor_B = find_anchors(state)
   if frame.drafter is None:
     batch = anchor_B.shape[0]
     empty = jnp.zeros((batch, 0), jnp.float32)
     return Proposal(jnp.zeros((batch, 0), jnp.int32),
                     jnp.zeros((batch, 0, frame.target.vocab_size), jnp.float32), empty, empty)
+  return frame.drafter.propose(params["drafter"], state.drafter, anchor_B, state.lens_B - 1,
+                               state.sampling, tokens_BxS=state.tokens_BxS, **params["borrowed"])
 
-  def draft():
-    return frame.drafter.propose(params["drafter"], state.drafter, anchor_B, anchor_positions_B,
-                                 state.sampling, tokens_BxS=state.tokens_BxS,
-                                 **params["borrowed"])
 
-  if plan is None:
-    return draft()
-  nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(draft))
-  return jax.lax.cond(plan.should_draft, draft, nothing)
+def find_anchors(state: DecodeState) -> jax.Array:
+  """int32 [B]: the last token of every request, input of its next round."""
+  return jnp.take_along_axis(state.tokens_BxS, state.lens_B[:, None] - 1, axis=1)[:, 0]
 
 
 def schedule(frame: Frame, state: DecodeState, proposal: Proposal,

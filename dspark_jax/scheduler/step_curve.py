@@ -4,8 +4,11 @@ Verification runs in buckets (`verification.pack`), so the measured time is a st
 shapes (tokens, rows). Two views of it serve two policies: a search over the shapes themselves, and,
 for a rule that stops at the first step that does not pay, a smoothed curve. A staircase would
 stop such a rule before its first draft, because the first token of a new stair already pays for all
-of it. The smoothed curve is the least concave curve above the measured steps per second: it touches
-the staircase at the full end of buckets and charges each token its share of the next one.
+of it. The smoothed curve is the greatest convex, rising curve below the measured milliseconds: it
+touches the staircase at the full end of buckets, and charges each token its share of the next one.
+(As tokens over time that is the least concave curve above the measured one. The concave envelope of
+steps per second itself would not do: where time grows linearly, 1 / time is convex, and its chord
+makes long rounds look cheap.)
 """
 
 import dataclasses
@@ -27,7 +30,7 @@ class StepCurve:
   Attributes:
     verify_ms_N: float32, milliseconds of a verify pass in each shape of the ladder.
     draft_ms: float32 [], milliseconds of drafting the full block for the whole batch.
-    steps_per_ms_C: float32, smoothed rounds per millisecond, drafting included, by the number of
+    steps_per_ms_C: float32, rounds per smoothed millisecond, drafting included, by the number of
       verified tokens (0..largest bucket; entry 0 is not used).
   """
   verify_ms_N: jax.Array
@@ -58,7 +61,7 @@ def make_step_curve(timings: Timings) -> StepCurve:
   if len(timings.verify_ms) > 1 and max(timings.verify_ms) <= FLAT * min(timings.verify_ms):
     warnings.warn("step curve: the time of a verify pass does not grow with its tokens "
                   f"(all within {FLAT:g}x), so the scheduler will verify all it may", stacklevel=2)
-  steps_C = smooth(1.0 / (timings.draft_ms + spread_stairs(timings)))
+  steps_C = 1.0 / (timings.draft_ms + smooth(spread_stairs(timings)))
   return StepCurve(verify_ms_N=jnp.asarray(timings.verify_ms, jnp.float32),
                    draft_ms=jnp.float32(timings.draft_ms),
                    steps_per_ms_C=jnp.asarray(steps_C, jnp.float32))
@@ -79,20 +82,20 @@ def spread_stairs(timings: Timings) -> np.ndarray:
   return ms_C
 
 
-def smooth(steps_C: np.ndarray) -> np.ndarray:
-  """Returns the least concave, falling curve above steps per time; entry 0 is that of 1 token.
+def smooth(ms_C: np.ndarray) -> np.ndarray:
+  """Returns the greatest convex, rising curve below times by tokens; entry 0 is that of 1 token.
 
-  With it (expected tokens, concave) x (steps, concave) has one peak along the order of admission,
-  so stopping at the first step down stops at the top.
+  Expected tokens are concave along the order of admission; divided by a convex time they have one
+  peak, so stopping at the first step down stops at the top.
   """
   # More tokens never run faster: a bucket that was measured faster than a smaller one shows noise,
   # and the smaller total could have run in it.
-  falling_C = np.maximum.accumulate(np.asarray(steps_C, np.float64)[::-1])[::-1]
-  hull = [1] if len(falling_C) > 1 else [0]
-  for c in range(2, len(falling_C)):
-    slope = lambda a, b: (falling_C[b] - falling_C[a]) / (b - a)
-    while len(hull) > 1 and slope(hull[-2], hull[-1]) <= slope(hull[-1], c):
+  rising_C = np.minimum.accumulate(np.asarray(ms_C, np.float64)[::-1])[::-1]
+  hull = [min(1, len(rising_C) - 1)]
+  slope = lambda a, b: (rising_C[b] - rising_C[a]) / (b - a)
+  for c in range(2, len(rising_C)):
+    while len(hull) > 1 and slope(hull[-2], hull[-1]) >= slope(hull[-1], c):
       hull.pop()
     hull.append(c)
-  smoothed_C = np.interp(np.arange(len(falling_C)), hull, falling_C[hull])
-  return np.maximum(smoothed_C, falling_C)  # not below by a rounding error where they touch
+  smoothed_C = np.interp(np.arange(len(rising_C)), hull, rising_C[hull])
+  return np.minimum(smoothed_C, rising_C)  # not above by a rounding error where they touch

@@ -51,6 +51,13 @@ def check_batch(batch: int, max_draft: int) -> None:
       raise ValueError(f"{name}: found {value!r}, expected an integer >= {least}")
 
 
+def measure_padding(ladder: Ladder, batch: int) -> float:
+  """Returns the share of packed slots without a row, mean over all totals of a full batch."""
+  sizes = [tokens for tokens, _ in ladder]
+  totals = range(batch, sizes[-1] + 1)
+  return sum(1 - n / min(s for s in sizes if s >= n) for n in totals) / len(totals)
+
+
 def choose_bucket(ladder: Ladder, verify_lens_B: jax.Array, is_live_B: jax.Array) -> jax.Array:
   """Returns int32 [], the index of the first shape that holds every live request's rows."""
   num_rows_B = jnp.where(is_live_B, verify_lens_B + 1, 0)
