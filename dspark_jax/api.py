@@ -12,6 +12,7 @@ import numpy as np
 
 from dspark_jax.data import chat
 from dspark_jax.decode import loop
+from dspark_jax.decode import profile
 from dspark_jax.decode.state import DecodeState, Frame
 from dspark_jax.drafter import dspark
 from dspark_jax.drafter.config import DrafterConfig, check_fits
@@ -19,8 +20,11 @@ from dspark_jax.interop import deepspec
 from dspark_jax.interop.load import PACKAGED, Target, load_target, resolve_directory
 from dspark_jax.metrics.acceptance import measure_acceptance
 from dspark_jax.sampling import make_sampling_params
+from dspark_jax.scheduler import calibration
+from dspark_jax.scheduler import estimator as estimators
 from dspark_jax.scheduler import policies
 
+STEP_CURVES = pathlib.Path.home() / ".cache" / "dspark_jax"  # measured once a machine
 PRETRAINED = pathlib.Path(__file__).parent / "pretrained"  # drafters shipped with the package
 STREAM_ROUNDS = 4  # rounds between two looks at the device when streaming
 DTYPES = ("float32", "bfloat16")
@@ -97,6 +101,8 @@ class DSpark:
     self.plain_frame = Frame(self.target.config, vocab_limit=vocab_limit, dtype=dtype)
     self.frame = self.plain_frame
     self.params: dict[str, Any] = {"target": self.target.params}
+    self.drafter_directory = directory
+    self.step_curves = STEP_CURVES  # where measured step curves are kept
     if directory is not None:
       config, params, stored = deepspec.load_drafter(directory, dtype=jnp.dtype(dtype))
       check_fits(config, self.target.config, max_draft_len=max_draft_len)
@@ -106,17 +112,41 @@ class DSpark:
           self.plain_frame, drafter=proposer,
           policy=_make_policy(config, max_draft_len, confidence_threshold))
 
-  def with_policy(self, *, max_draft_len: int | None = None,
-                  confidence_threshold: float = 0.0) -> "DSpark":
-    """Returns the same model under another policy; weights and tokenizer are shared."""
+  def with_policy(self, policy: policies.Policy | None = None, *,
+                  max_draft_len: int | None = None, confidence_threshold: float = 0.0,
+                  estimator: estimators.Estimator | None = None) -> "DSpark":
+    """Returns the same model under another policy; weights and tokenizer are shared.
+
+    Args:
+      policy: any of `scheduler.policies`; None = what the two numbers say, as for `DSpark`. An
+        adaptive one measures the step curve when a batch size is first run on this machine.
+      estimator: of `scheduler.estimator`; None = the trained confidence head, with the
+        temperatures of `experiments/calibrate.py` where they lie beside the drafter and the policy
+        is adaptive.
+    """
     if self.frame.drafter is None:
       raise ValueError("draft_model: found none, expected a drafter to set a policy for")
     config = self.frame.drafter.config
     check_fits(config, self.target.config, max_draft_len=max_draft_len)
+    if policy is None:
+      policy = _make_policy(config, max_draft_len, confidence_threshold)
+    elif max_draft_len is not None or confidence_threshold:
+      raise ValueError("policy: found together with max_draft_len or confidence_threshold, "
+                       "expected one or the other")
+    if policies.is_adaptive(policy) and estimator is None:
+      estimator = self._calibrated_head(config)
     other = copy.copy(self)
-    other.frame = dataclasses.replace(
-        self.frame, policy=_make_policy(config, max_draft_len, confidence_threshold))
+    other.frame = dataclasses.replace(self.frame, policy=policy, estimator=estimator)
     return other
+
+  def _calibrated_head(self, config: DrafterConfig) -> estimators.TrainedHead:
+    if not config.enable_confidence_head:
+      raise ValueError("estimator: found none with a drafter that has no confidence head, expected "
+                       "one that needs none (scheduler.estimator.OnlineLogistic)")
+    if not (self.drafter_directory / calibration.FILE).is_file():
+      return estimators.TrainedHead()
+    return estimators.TrainedHead(
+        calibration.load_sts(self.drafter_directory, config.proposal_len))
 
   def encode(self, prompt, *, is_raw: bool = False) -> list[int]:
     """Token ids of a prompt: text (a user's message, or as it is with `is_raw`), messages, ids."""
@@ -207,11 +237,18 @@ class DSpark:
     frame, params = self.frame, self.params
     if not is_speculative:
       frame, params = self.plain_frame, {"target": self.target.params}
-    # The policy plays no part before the first round: without it, one prefill serves them all.
-    state = loop.start(dataclasses.replace(frame, policy=None), params, ids,
+    frame, curve = profile.prepare_batch(frame, params, len(ids), directory=self.step_curves,
+                                         name=self.name)
+    state = loop.start(frame, params, ids, curve=curve,
                        max_new_tokens=_count_new_tokens(ids, options),
                        sampling=sampling, stop_ids=stop_ids, max_slots=self.max_slots)
     return _Call(frame, params, jax.block_until_ready(state), ids, start_s)
+
+  @property
+  def name(self) -> str:
+    """Target and drafter, for people who read a step curve."""
+    paths = [self.target.path, self.drafter_directory]
+    return " + ".join(pathlib.Path(p).name for p in paths if p is not None)
 
   def _results(self, call: "_Call") -> list[Generation]:
     state = call.state

@@ -213,8 +213,18 @@ class DSparkProposer:
     if W > state.num_slots:
       raise ValueError(f"features: found {W} rows, expected at most the cache's {state.num_slots}")
     positions_BxW = starts_B[:, None] + jnp.arange(W)[None, :]
+    return self.write_rows(state, self.encode_rows(params, features_BxWxMD, positions_BxW),
+                           starts_B)
+
+  def encode_rows(self, params, features_BxWxMD: jax.Array,
+                  positions_BxW: jax.Array) -> kv_cache.KVCache:
+    """The costly half of `observe`, row by row: context rows, each [B, K, W, H]."""
     context_BxWxD = self._apply(params, "encode_context", features_BxWxMD)
-    rows = self._apply(params, "context_rows", context_BxWxD, positions_BxW)
+    return self._apply(params, "context_rows", context_BxWxD, positions_BxW)
+
+  def write_rows(self, state: kv_cache.KVCache, rows: kv_cache.KVCache,
+                 starts_B: jax.Array) -> kv_cache.KVCache:
+    """The other half of `observe`."""
     return kv_cache.write_rows(state, rows, starts_B)
 
   def propose(self, params, state: kv_cache.KVCache, anchor_B: jax.Array,
@@ -263,6 +273,7 @@ class DSparkProposer:
         bias_B, more_B = self._apply(params, "copy_bias", hidden_BxGxD[:, k], copies.level)
         confidence_logit_B = confidence_logit_B + more_B
         logits_BxV = _add_at(logits_BxV, copies.token, bias_B, draft_ids)
+      margin_B = _top_margin(logits_BxV)
       law_BxV = sampling.law_logits(logits_BxV, sampling_params, vocab_limit=self.vocab_limit,
                                     ids=draft_ids)
       words = counter_rng.noise_words(sampling_params.seed, counter_rng.DRAFT,
@@ -271,12 +282,12 @@ class DSparkProposer:
       if c.copy_ngram:
         tokens_BxS = jax.vmap(lambda t, p, x: t.at[p].set(x))(
             tokens_BxS, anchor_positions_B + k + 1, prev_token_B)
-      drafts.append((prev_token_B, law_BxV, confidence_logit_B))
-    tokens_BxG, draft_logits_BxGxV, confidence_logits_BxG = (
+      drafts.append((prev_token_B, law_BxV, confidence_logit_B, margin_B))
+    tokens_BxG, draft_logits_BxGxV, confidence_logits_BxG, margin_BxG = (
         jnp.stack(parts, axis=1) for parts in zip(*drafts))
     return Proposal(tokens_BxG=tokens_BxG, draft_logits_BxGxV=draft_logits_BxGxV,
                     confidence_BxG=nn.sigmoid(confidence_logits_BxG),
-                    confidence_logits_BxG=confidence_logits_BxG)
+                    confidence_logits_BxG=confidence_logits_BxG, margin_BxG=margin_BxG)
 
   def _apply(self, params, method: str, *args):
     return DSparkDrafter(self.config, self.dtype).apply({"params": params}, *args, method=method)
@@ -291,6 +302,14 @@ class DSparkProposer:
          None if c.draft_vocab_size is None else (c.draft_vocab,))):
       if found != expected:
         raise ValueError(f"{name}: found shape {found}, expected {expected}")
+
+
+def _top_margin(logits_BxV: jax.Array) -> jax.Array:
+  """Best minus second-best logit; 0 at a tie. Dropped by the compiler where nobody reads it."""
+  best_Bx1 = jnp.max(logits_BxV, axis=-1, keepdims=True)
+  num_best_B = jnp.sum(logits_BxV == best_Bx1, axis=-1)
+  second_B = jnp.max(jnp.where(logits_BxV < best_Bx1, logits_BxV, -jnp.inf), axis=-1)
+  return jnp.where(num_best_B > 1, 0.0, best_Bx1[:, 0] - second_B)
 
 
 def _add_at(logits_BxV: jax.Array, token_B: jax.Array, bias_B: jax.Array,

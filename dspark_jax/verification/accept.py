@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dspark_jax.sampling import SamplingParams, law_logits
-from dspark_jax.types import Verdict
+from dspark_jax.types import Packing, Verdict
 from pallas_kernels.counter_rng import COIN, RECOVER, noise_words, uniform
 from pallas_kernels.rejection_sampling import rejection_sampling
 from pallas_kernels.rejection_sampling.reference import count_prefix, gather_logits
@@ -23,6 +23,7 @@ def accept(
   anchor_positions_B: jax.Array,
   draft_ids: jax.Array | None = None,
   vocab_limit: int | None = None,
+  packing: Packing | None = None,
   implementation: str = "auto",
 ) -> Verdict:
   """Returns the Verdict on a round's drafts; committed tokens follow the target's law exactly.
@@ -41,25 +42,39 @@ def accept(
     anchor_positions_B: int32, absolute position of each request's anchor token.
     draft_ids: int32 sorted target ids of the draft vocabulary, None = the whole vocabulary.
     vocab_limit: static int, ids from here on are padding of the LM head and never drawn.
+    packing: with it the target logits are [1, P, V], of the rows that it has a slot for. A request
+      without any gets an invalid verdict.
     implementation: see `pallas_kernels.dispatch`.
   """
   num_rows, num_drafts = target_logits_BxWxV.shape[1], draft_tokens_BxG.shape[1]
+  unpack = lambda x: x
+  if packing is not None:
+    num_rows, unpack = packing.slots_BxW.shape[1], packing.unpack
   verify_lens_B = jnp.clip(verify_lens_B, 0, min(num_drafts, num_rows - 1))
   draft_logits_BxGxD = draft_logits_BxGxD.astype(jnp.float32)
 
   def accept_greedy():
     draft_logit_BxG = gather_logits(draft_logits_BxGxD, draft_tokens_BxG, draft_ids)
+    logits = target_logits_BxWxV
+    logits = logits if vocab_limit is None else logits[..., :vocab_limit]
     return _accept_greedy(
-      target_logits_BxWxV, draft_tokens_BxG, draft_logit_BxG, verify_lens_B, vocab_limit
-    )
+      unpack(first_argmax(logits)), unpack(find_laws(logits)),
+      draft_tokens_BxG, draft_logit_BxG, verify_lens_B,
+    )  # fmt: skip
 
   def accept_sampled():
     def words(purpose, num_positions):
       positions_Bxn = anchor_positions_B[:, None] + 1 + jnp.arange(num_positions)[None]
       return noise_words(params.seed, purpose, positions_Bxn, 0)
 
+    if packing is None:
+      law_BxWxV = law_logits(target_logits_BxWxV, params, vocab_limit=vocab_limit)
+    else:
+      params_P = jax.tree.map(lambda a: a[packing.request_P], params)
+      law_PxV = law_logits(target_logits_BxWxV[0], params_P, vocab_limit=vocab_limit)
+      law_BxWxV = unpack(law_PxV[None])
     return rejection_sampling(
-      law_logits(target_logits_BxWxV, params, vocab_limit=vocab_limit),
+      law_BxWxV,
       draft_logits_BxGxD,
       draft_tokens_BxG,
       verify_lens_B=verify_lens_B,
@@ -72,14 +87,8 @@ def accept(
   return Verdict(*lax.cond(jnp.any(params.temperature > 0), accept_sampled, accept_greedy))
 
 
-def _accept_greedy(
-  target_logits_BxWxV, draft_tokens_BxG, draft_logit_BxG, verify_lens_B, vocab_limit
-):
+def _accept_greedy(best_BxW, is_law_BxW, draft_tokens_BxG, draft_logit_BxG, verify_lens_B):
   """The all-greedy verdict from argmaxes alone; equal to the sampled path on the same rows."""
-  if vocab_limit is not None:
-    target_logits_BxWxV = target_logits_BxWxV[..., :vocab_limit]
-  best_BxW = first_argmax(target_logits_BxWxV)
-  is_law_BxW = find_laws(target_logits_BxWxV)
   num_drafts = min(draft_tokens_BxG.shape[1], best_BxW.shape[1] - 1)
   draft_logit_BxG = draft_logit_BxG[:, :num_drafts]
   is_match_BxG = (
