@@ -27,6 +27,9 @@ def get_config():
   # Methods. Plain decoding is always one.
   config.max_draft_lens = (1, 3, 5, 7)
   config.thresholds = (0.4,)
+  config.adaptive = True  # early_stop and lagged; they measure a step curve for every `users`
+  config.memory = 0.9  # of lagged, see scheduler.policies
+  config.step_curves = ""  # directory of measured step curves; "" = the user's cache
   # Closed loop.
   config.users = (1, 2, 4, 8, 16, 32)  # also the engine's slots
   config.min_measured = 8  # requests measured: this, or `users` where that is more

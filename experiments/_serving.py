@@ -7,21 +7,29 @@ import tqdm
 
 from dspark_jax import DSpark
 from dspark_jax.metrics.load_report import LoadReport, summarize_load, take_medians
+from dspark_jax.scheduler.policies import ConfidenceThreshold, EarlyStop, FixedLength, Lagged
 from dspark_jax.serving.engine import Engine, EngineOptions
 from experiments import _timing
 
 
-def make_engines(model: DSpark, config, *, batch: int, **options) -> dict[str, Engine]:
+def make_methods(model: DSpark, config) -> dict[str, DSpark]:
+  """Returns {name: model}: plain decoding, fixed lengths, thresholds, and adaptive policies."""
+  policies = {f"fixed {n}": FixedLength(n) for n in config.max_draft_lens}
+  policies |= {f"threshold {t:g}": ConfidenceThreshold(t) for t in config.thresholds}
+  if config.adaptive:
+    policies |= {"early_stop": EarlyStop(fills_bucket=True), "lagged": Lagged(memory=config.memory)}
+  return {"plain": model} | {name: model.with_policy(p) for name, p in policies.items()}
+
+
+def make_engines(model: DSpark, config, *, batch: int) -> dict[str, Engine]:
   """Returns a warm engine for each method, all with `batch` slots."""
-  methods = _timing.make_methods(model, max_draft_lens=config.max_draft_lens,
-                                 thresholds=config.thresholds)
-  options = EngineOptions(batch=batch, max_len=config.max_len, **options)
-  engines = {}
-  for name, (other, own) in tqdm.tqdm(methods.items(), desc=f"compile for {batch}", unit="method"):
-    is_plain = not own.get("is_speculative", True)
+  options = EngineOptions(batch=batch, max_len=config.max_len)
+  engines, methods = {}, make_methods(model, config)
+  for name, other in tqdm.tqdm(methods.items(), desc=f"compile for {batch}", unit="method"):
+    is_plain = name == "plain"
     frame = other.plain_frame if is_plain else other.frame
     params = {"target": model.target.params} if is_plain else other.params
-    engines[name] = Engine(frame, params, options)
+    engines[name] = Engine(frame, params, options, step_curves=model.step_curves, name=model.name)
     engines[name].warm_up()
   return engines
 

@@ -35,50 +35,51 @@ def measure_open(model: DSpark, config, jobs) -> list:
       repeats=config.repeats)]
 
 
-def measure(config) -> dict:
-  """Runs everything, prints tables, draws figures, and returns what goes into the JSON file."""
+def measure_engine_overhead(model: DSpark, config, jobs) -> dict | None:
+  """Compares the engine's round with the bare step, every draft of every slot verified."""
+  if not config.overhead_slots:
+    return None
+  engine = Engine(model.frame, model.params, EngineOptions(config.overhead_slots, config.max_len))
+  prompts = [job["prompt"][:config.max_len // 2] for job in jobs]
+  found = measure_overhead(engine, prompts, num_rounds=config.overhead_rounds, repeats=5)
+  print(f"engine {found.engine_ms:.1f} ms a round, bare step {found.bare_ms:.1f} ms: "
+        f"{100 * found.share:+.1f} %", flush=True)
+  return dataclasses.asdict(found)
+
+
+def main(config):
   out = _timing.prepare_directory(config.out)
   _timing.use_compilation_cache(config.compilation_cache)
   model = DSpark(config.target, config.draft_model, dtype=config.dtype)
+  model.step_curves = config.step_curves or model.step_curves
   jobs, closed = make_jobs(model, config), []
+  result = dict(config=config.to_dict(), jax=jax.__version__, num_cpus=os.cpu_count(),
+                device=jax.devices()[0].device_kind)
+
+  def keep(**more):  # after each part, so that a run cut short leaves what it has
+    result.update(more)
+    (out / "serve_load.json").write_text(json.dumps(result, indent=1) + "\n")
+
+  keep(overhead=measure_engine_overhead(model, config, jobs))
   for users in config.users:
     engines = make_engines(model, config, batch=users)
     closed += run_turns(engines, lambda e, n=users: load.run_closed(
         e, itertools.cycle(jobs), num_users=n, num_measured=max(n, config.min_measured)),
         load_value=users, repeats=config.repeats)
     print(format_load_table(closed[-len(engines):], baseline="plain"), flush=True)
+    keep(closed=[dataclasses.asdict(r) for r in closed])
+    load_plots.plot_throughput_by_speed(closed, out / "throughput_by_speed.png",
+                                        speeds=config.speeds)
+    load_plots.plot_by_concurrency(closed, out / "by_concurrency.png")
   print("\nclosed loop by users\n" + format_load_table(closed, baseline="plain"))
+  promises = {name: {f"{s:g}": find_at_speed([r for r in closed if r.method == name], s)
+                     for s in config.speeds} for name in dict.fromkeys(r.method for r in closed)}
+  print("\ntokens/s while every user gets", promises)
   opened = measure_open(model, config, jobs)
   if opened:
     print("\nopen loop by requests per second\n" + format_load_table(opened, baseline="plain"))
-  load_plots.plot_throughput_by_speed(closed, out / "throughput_by_speed.png",
-                                      speeds=config.speeds)
-  load_plots.plot_by_concurrency(closed, out / "by_concurrency.png")
-  by_method = {name: [r for r in closed if r.method == name]
-               for name in dict.fromkeys(r.method for r in closed)}
-  promises = {name: {f"{s:g}": find_at_speed(group, s) for s in config.speeds}
-              for name, group in by_method.items()}
-  print("\ntokens/s while every user gets", promises)
-  overhead = None
-  if config.overhead_slots:
-    engine = Engine(model.frame, model.params, EngineOptions(config.overhead_slots, config.max_len))
-    overhead = measure_overhead(engine, [job["prompt"] for job in jobs], repeats=3,
-                                num_rounds=config.overhead_rounds)
-    print(f"engine {overhead.engine_ms:.1f} ms a round, bare step {overhead.bare_ms:.1f} ms: "
-          f"{100 * overhead.share:+.1f} %")
-  return dict(config=config.to_dict(), jax=jax.__version__, num_cpus=os.cpu_count(),
-              device=jax.devices()[0].device_kind, promises=promises,
-              closed=[dataclasses.asdict(r) for r in closed],
-              open=[dataclasses.asdict(r) for r in opened],
-              overhead=overhead and dataclasses.asdict(overhead))
-
-
-def main(config):
-  result = measure(config)
-  path = os.path.join(config.out, "serve_load.json")
-  with open(path, "w", encoding="utf-8") as file:
-    file.write(json.dumps(result, indent=1) + "\n")
-  print(f"\n-> {config.out}")
+  keep(promises=promises, open=[dataclasses.asdict(r) for r in opened])
+  print(f"\n-> {out}")
 
 
 if __name__ == "__main__":

@@ -38,10 +38,8 @@ def plot_throughput_by_speed(reports: Sequence[LoadReport], path: str | pathlib.
 
 def plot_by_concurrency(reports: Sequence[LoadReport], path: str | pathlib.Path) -> pathlib.Path:
   """Draws throughput and verify budget against concurrency (figure 8)."""
-  figure, left = _make_figure()
-  figure.set_size_inches(11, 4.5)
-  left.remove()
-  left, right = figure.subplots(1, 2)
+  figure, left = _make_figure(num_panels=2)
+  right = figure.axes[1]
   for method, group in _by_method(reports).items():
     loads = [r.load for r in group]
     left.plot(loads, [r.tokens_per_s for r in group], "o-", label=method)

@@ -15,6 +15,7 @@ depend on where rounds begin, hence on the others.
 import collections
 import dataclasses
 import itertools
+import pathlib
 import time
 from typing import Any, Callable, Sequence
 
@@ -23,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.decode import loop
-from dspark_jax.decode.state import PAD, DecodeState, Frame
+from dspark_jax.decode import profile
+from dspark_jax.decode.state import PAD, Frame
 from dspark_jax.sampling import make_sampling_params
 from dspark_jax.serving import slots
 from dspark_jax.serving.request import Request
@@ -107,7 +109,10 @@ class Engine:
   Args:
     frame, params: as for `decode.step.speculate_step`.
     options: EngineOptions.
-    curve: the step curve of policies that schedule by one.
+    step_curves: directory of measured step curves. With it, a policy that schedules by a curve gets
+      the one of this device, model and number of slots, measured now (seconds) if it never was, and
+      policies whose lengths vary get buckets. None = the frame as it is, without a curve.
+    name: of the model, for people who read a step curve.
     clock: returns seconds; replaced by tests.
     on_event: called with ("prefill" | "round" | "read prefill" | "read round", index) when
       something is dispatched or read: the record that the host reads behind.
@@ -116,17 +121,22 @@ class Engine:
   """
 
   def __init__(self, frame: Frame, params, options: EngineOptions = EngineOptions(), *,
-               curve: Any = None, clock: Callable[[], float] = time.perf_counter,
+               step_curves: str | pathlib.Path | None = None, name: str = "",
+               clock: Callable[[], float] = time.perf_counter,
                on_event: Callable[[str, int], None] | None = None):
     bound = frame.target.max_position_embeddings
     if options.max_len > bound:
       raise ValueError(f"max_len: found {options.max_len}, expected at most the target's {bound}")
+    curve = None
+    if step_curves is not None:
+      frame, curve = profile.prepare_batch(frame, params, options.batch, name=name,
+                                           directory=step_curves)
     self.frame, self.params, self.options, self.counts = frame, params, options, Counts()
     self.clock, self._on_event = clock, on_event or (lambda kind, index: None)
     self._num_stop_ids = loop.round_up(options.max_stop_ids, loop.STOP_BUCKET)
     state = slots.init_slots(frame, batch=options.batch, max_len=options.max_len,
                              num_stop_ids=self._num_stop_ids)
-    self.state = attach_scheduler(frame, state, curve)
+    self.state = loop.attach_scheduler(frame, state, curve)
     self._slots: list[Request | None] = [None] * options.batch
     self._queue: collections.deque[Request] = collections.deque()
     self._pending: collections.deque[_Pending] = collections.deque()
@@ -351,10 +361,3 @@ class Engine:
       error = f"on_tokens: {type(e).__name__}: {' '.join(str(e).split())}"
       if not self._finish(request, "error", error=error):
         request.finish_reason, request.error = "error", error
-
-
-def attach_scheduler(frame: Frame, state: DecodeState, curve: Any) -> DecodeState:
-  """The one place where a policy's step curve and scheduler state enter the engine."""
-  if curve is not None:
-    raise ValueError("curve: found one, expected none: no policy here uses a step curve")
-  return state

@@ -16,6 +16,7 @@ from dspark_jax import kv_cache
 from dspark_jax.decode import loop
 from dspark_jax.decode.state import PAD, DecodeState, Frame, init_stats
 from dspark_jax.sampling import SamplingParams
+from dspark_jax.scheduler.schedule import forget_requests
 
 # Fields of the state with one row a request, that `insert` overwrites; tokens need a fill of PAD.
 _REQUEST_FIELDS = ("lens_B", "limits_B", "is_done_B", "is_valid_B", "cache", "drafter", "sampling",
@@ -90,6 +91,9 @@ def insert(state: DecodeState, fresh: DecodeState, slot: jax.Array) -> DecodeSta
     new_1x = jnp.pad(new_1x.astype(old_Bx.dtype), widths, constant_values=fill)
     return jax.lax.dynamic_update_slice_in_dim(old_Bx, new_1x, slot, axis=0)
 
+  if state.scheduler is not None:  # of the engine, and it keeps what it has learnt
+    is_new_B = jnp.arange(state.lens_B.shape[0]) == slot
+    state = state.replace(scheduler=forget_requests(state.scheduler, is_new_B))
   return state.replace(
       tokens_BxS=put(state.tokens_BxS, fresh.tokens_BxS, fill=PAD),
       **{name: jax.tree.map(put, getattr(state, name), getattr(fresh, name))

@@ -174,7 +174,9 @@ def decode_alone(frame: Frame, params, request: Request,
       bare, params, jnp.asarray(prompt_1xT), jnp.asarray([n], jnp.int32),
       limits_B=jnp.asarray([n + request.max_new_tokens], jnp.int32), sampling=request.sampling,
       stop_ids_BxE=jnp.asarray(stop_ids_1xE), num_slots=engine_options.max_len + bare.slack)
-  state = loop.run_rounds(dataclasses.replace(bare, policy=frame.policy), params, state,
+  # No buckets: they are of the engine's batch.
+  alone = dataclasses.replace(bare, policy=frame.policy, estimator=frame.estimator)
+  state = loop.run_rounds(alone, params, loop.attach_scheduler(alone, state),
                           jnp.int32(np.iinfo(np.int32).max))
   return np.asarray(state.tokens_BxS)[0, n:int(state.lens_B[0])].tolist()
 

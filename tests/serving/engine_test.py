@@ -1,11 +1,16 @@
 """The engine: every request as if it were alone, no compilation, no waiting, no request lost."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax.decode import profile
 from dspark_jax.decode.state import Frame
+from dspark_jax.scheduler.policies import ConfidenceThreshold, EarlyStop, Lagged
+from dspark_jax.scheduler.step_curve import Timings
 from dspark_jax.serving.engine import EngineOptions, QueueFull, make_buckets
 from tests.decode import cases as decode_cases
 from tests.serving import cases
@@ -85,6 +90,37 @@ def test_plain_decoding():
   engine.run()
   assert [r.tokens for r in requests] == [cases.run_alone(job, pair) for job in jobs]
   assert engine.counts.num_verified == 0
+
+
+@pytest.mark.parametrize("policy", [EarlyStop(fills_bucket=True, explore_every=5), Lagged(),
+                                    ConfidenceThreshold(0.6)])
+def test_policies_that_look_at_the_whole_batch(monkeypatch, tmp_path, policy):
+  """Buckets, a curve that makes rows expensive, greedy requests: the tokens of their runs alone."""
+  frame, params = decode_cases.make_pair()
+  names = []
+
+  def load_or_measure(frame, params, batch, *, name, directory):
+    names.append((batch, name, directory))
+    return Timings(frame.ladder, tuple(10.0 + 4.0 * tokens for tokens, _ in frame.ladder), 3.0)
+
+  monkeypatch.setattr(profile, "load_or_measure", load_or_measure)
+  jobs = [job | dict(temperature=0.0) for job in cases.make_jobs(9, seed=11)]
+  engine = make_engine((dataclasses.replace(frame, policy=policy), params), step_curves=tmp_path,
+                       name="tiny")
+  assert engine.frame.ladder and names == ([] if isinstance(policy, ConfidenceThreshold) else
+                                           [(3, "tiny", tmp_path)])
+  requests = []
+  for job in jobs:
+    requests.append(engine.submit(**job))
+    engine.step()
+  engine.run()
+  assert [r.tokens for r in requests] == [cases.run_alone(job) for job in jobs]
+  counts, scheduler = engine.counts, engine.state.scheduler
+  assert 0 < counts.num_verified < 3 * counts.num_request_rounds  # something was trimmed
+  # What the scheduler counted on the device is what the engine counted behind it.
+  assert int(scheduler.num_rounds) == counts.num_rounds
+  assert int(scheduler.num_tokens) == counts.num_verified + counts.num_request_rounds
+  assert int(scheduler.bucket_counts_N.sum()) == counts.num_rounds
 
 
 # --- the device never waits --------------------------------------------------------------------
