@@ -22,7 +22,8 @@ def get_config():
   config.num_prompts = 16  # of each file or domain, spread evenly; 0 = all
   config.seed = 0  # of the built-in prompts, answer lengths and arrivals
   config.max_new_tokens = 64  # answers have half of it to all of it, or end by themselves
-  config.max_len = 256  # longest prompt + answer; longer prompts are left out
+  config.max_len = 256  # longest prompt + answer
+  config.prompt_buckets = (64, 128)  # lengths that prompts are padded to; longer ones are left out
   config.temperature = 0.0
   # Methods. Plain decoding is always one.
   config.max_draft_lens = (1, 3, 5, 7)

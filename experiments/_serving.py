@@ -23,7 +23,7 @@ def make_methods(model: DSpark, config) -> dict[str, DSpark]:
 
 def make_engines(model: DSpark, config, *, batch: int) -> dict[str, Engine]:
   """Returns a warm engine for each method, all with `batch` slots."""
-  options = EngineOptions(batch=batch, max_len=config.max_len)
+  options = EngineOptions(batch, config.max_len, tuple(config.prompt_buckets))
   engines, methods = {}, make_methods(model, config)
   for name, other in tqdm.tqdm(methods.items(), desc=f"compile for {batch}", unit="method"):
     is_plain = name == "plain"
@@ -37,15 +37,17 @@ def make_engines(model: DSpark, config, *, batch: int) -> dict[str, Engine]:
 def make_jobs(model: DSpark, config) -> list[dict]:
   """Returns one job a prompt that fits, domains in turn."""
   domains = _timing.choose_prompts(config.prompts, config.num_prompts, seed=config.seed)
+  longest = max(config.prompt_buckets, default=config.max_len)
   rng, jobs = random.Random(config.seed), []
   for prompt in filter(None, itertools.chain(*itertools.zip_longest(*domains.values()))):
     ids = model.encode(prompt["messages"])
     new = rng.randint(max(config.max_new_tokens // 2, 1), config.max_new_tokens)
-    if len(ids) + new <= config.max_len:
+    if len(ids) <= longest and len(ids) + new <= config.max_len:
       jobs.append(dict(prompt=ids, max_new_tokens=new, stop_ids=model.stop_ids, seed=len(jobs),
                        temperature=config.temperature))
   if not jobs:
-    raise ValueError(f"max_len: found {config.max_len}, but no prompt with its answer is so short")
+    raise ValueError(f"max_len: found {config.max_len}, prompt_buckets: found "
+                     f"{config.prompt_buckets}, but no prompt with its answer is so short")
   return jobs
 
 

@@ -39,7 +39,8 @@ def measure_engine_overhead(model: DSpark, config, jobs) -> dict | None:
   """Compares the engine's round with the bare step, every draft of every slot verified."""
   if not config.overhead_slots:
     return None
-  engine = Engine(model.frame, model.params, EngineOptions(config.overhead_slots, config.max_len))
+  engine = Engine(model.frame, model.params, EngineOptions(
+      config.overhead_slots, config.max_len, tuple(config.prompt_buckets)))
   prompts = [job["prompt"][:config.max_len // 2] for job in jobs]
   found = measure_overhead(engine, prompts, num_rounds=config.overhead_rounds, repeats=5)
   print(f"engine {found.engine_ms:.1f} ms a round, bare step {found.bare_ms:.1f} ms: "

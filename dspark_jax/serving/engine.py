@@ -278,7 +278,7 @@ class Engine:
         frame, self.params, jnp.asarray(prompt_1xT), jnp.asarray([n], jnp.int32),
         limits_B=jnp.asarray([n + request.max_new_tokens], jnp.int32), sampling=request.sampling,
         stop_ids_BxE=jnp.asarray(stop_ids_1xE), num_slots=T + frame.slack)
-    self.state = slots.insert(self.state, fresh, jnp.int32(slot))
+    self.state = slots.insert(self.state, fresh, slot)
     self._slots[slot] = request
     request.admitted_s = self.clock()
     self.counts.num_prefills += 1

@@ -74,8 +74,7 @@ def init_slots(frame: Frame, *, batch: int, max_len: int, num_stop_ids: int) -> 
       stats=init_stats(batch, frame.proposal_len))
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
-def insert(state: DecodeState, fresh: DecodeState, slot: jax.Array) -> DecodeState:
+def insert(state: DecodeState, fresh: DecodeState, slot: int) -> DecodeState:
   """Writes a prefilled batch of one into a slot, and clears what its last occupant left there.
 
   Cache rows past the new prompt become zeros: a request that broke down may have left NaN in
@@ -84,16 +83,23 @@ def insert(state: DecodeState, fresh: DecodeState, slot: jax.Array) -> DecodeSta
   Args:
     state: DecodeState of B slots; donated. Every leaf of its drafter state has the requests first.
     fresh: DecodeState of one request, with as many stop ids and no more cache slots than `state`.
-    slot: int32 [].
   """
+  # The scheduler is the engine's and keeps what it has learnt. It stays outside, so that all
+  # policies share one program.
+  scheduler = state.scheduler
+  if scheduler is not None:
+    scheduler = forget_requests(scheduler, jnp.arange(state.lens_B.shape[0]) == slot)
+  return _insert(state.replace(scheduler=None), fresh, jnp.int32(slot)).replace(
+      scheduler=scheduler)
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def _insert(state: DecodeState, fresh: DecodeState, slot: jax.Array) -> DecodeState:
   def put(old_Bx, new_1x, fill=0):
     widths = [(0, 0)] + [(0, b - n) for b, n in zip(old_Bx.shape[1:], new_1x.shape[1:])]
     new_1x = jnp.pad(new_1x.astype(old_Bx.dtype), widths, constant_values=fill)
     return jax.lax.dynamic_update_slice_in_dim(old_Bx, new_1x, slot, axis=0)
 
-  if state.scheduler is not None:  # of the engine, and it keeps what it has learnt
-    is_new_B = jnp.arange(state.lens_B.shape[0]) == slot
-    state = state.replace(scheduler=forget_requests(state.scheduler, is_new_B))
   return state.replace(
       tokens_BxS=put(state.tokens_BxS, fresh.tokens_BxS, fill=PAD),
       **{name: jax.tree.map(put, getattr(state, name), getattr(fresh, name))

@@ -32,7 +32,8 @@ def make_load_config(directories, tmp_path, **changes):
   (tmp_path / "trace.jsonl").write_text("".join(
       json.dumps(dict(time_s=0.01 * i, prompt=i % 4, max_new_tokens=3)) + "\n" for i in range(3)))
   defaults = dict(
-      prompts=str(sets), num_prompts=2, max_new_tokens=8, max_len=64, users=(1, 2), min_measured=3,
+      prompts=str(sets), num_prompts=2, max_new_tokens=8, max_len=64,
+      prompt_buckets=(32,), users=(1, 2), min_measured=3,
       max_draft_lens=(2,), thresholds=(), adaptive=False, step_curves=str(tmp_path / "curves"),
       trace=str(tmp_path / "trace.jsonl"), open_slots=2, overhead_slots=2, overhead_rounds=3,
       out=str(tmp_path / "out"))
