@@ -12,14 +12,18 @@ import numpy as np
 
 from dspark_jax.data import chat
 from dspark_jax.decode import loop
+from dspark_jax.decode import profile
 from dspark_jax.decode.state import DecodeState, Frame
 from dspark_jax.interop import drafters
 from dspark_jax.interop.load import PACKAGED, Target, load_target, resolve_directory
 from dspark_jax.metrics.acceptance import measure_acceptance
 from dspark_jax.sampling import make_sampling_params
+from dspark_jax.scheduler import calibration
+from dspark_jax.scheduler import estimator as estimators
 from dspark_jax.scheduler import policies
 from dspark_jax.verification.accept import check_rule
 
+STEP_CURVES = pathlib.Path.home() / ".cache" / "dspark_jax"  # measured once a machine
 PRETRAINED = pathlib.Path(__file__).parent / "pretrained"  # drafters shipped with the package
 STREAM_ROUNDS = 4  # rounds between two looks at the device when streaming
 DTYPES = ("float32", "bfloat16")
@@ -101,6 +105,8 @@ class DSpark:
     self.plain_frame = Frame(self.target.config, vocab_limit=vocab_limit, dtype=dtype)
     self.frame = self.plain_frame
     self.params: dict[str, Any] = {"target": self.target.params}
+    self.drafter_directory = None if drafter_name is None else pathlib.Path(drafter_name)
+    self.step_curves = STEP_CURVES  # where measured step curves are kept
     self.proposer: Any = None  # the drafter at its full length
     if drafter_name is not None:
       drafter = drafters.open_drafter(drafter_name, self.target, dtype=dtype,
@@ -111,14 +117,41 @@ class DSpark:
           dataclasses.replace(self.plain_frame, accept_rule=accept_rule), self.proposer,
           max_draft_len, confidence_threshold)
 
-  def with_policy(self, *, max_draft_len: int | None = None,
-                  confidence_threshold: float = 0.0) -> "DSpark":
-    """Returns the same model under another policy; weights and tokenizer are shared."""
+  def with_policy(self, policy: policies.Policy | None = None, *,
+                  max_draft_len: int | None = None, confidence_threshold: float = 0.0,
+                  estimator: estimators.Estimator | None = None) -> "DSpark":
+    """Returns the same model under another policy; weights and tokenizer are shared.
+
+    Args:
+      policy: any of `scheduler.policies`; None = what the two numbers say, as for `DSpark`. An
+        adaptive one measures the step curve when a batch size is first run on this machine.
+      estimator: of `scheduler.estimator`; None = the trained confidence head, with the
+        temperatures of `experiments/calibrate.py` where they lie beside the drafter and the policy
+        is adaptive.
+    """
     if self.frame.drafter is None:
       raise ValueError("draft_model: found none, expected a drafter to set a policy for")
     other = copy.copy(self)
-    other.frame = _set_policy(self.frame, self.proposer, max_draft_len, confidence_threshold)
+    if policy is None:
+      other.frame = _set_policy(self.frame, self.proposer, max_draft_len, confidence_threshold)
+    elif max_draft_len is not None or confidence_threshold:
+      raise ValueError("policy: found together with max_draft_len or confidence_threshold, "
+                       "expected one or the other")
+    else:
+      other.frame = dataclasses.replace(self.frame, drafter=self.proposer, policy=policy)
+    if policies.is_adaptive(policy) and estimator is None:
+      estimator = self._calibrated_head()
+    other.frame = dataclasses.replace(other.frame, estimator=estimator)
     return other
+
+  def _calibrated_head(self) -> estimators.TrainedHead:
+    if not self.proposer.has_confidence:
+      raise ValueError("estimator: found none with a drafter that has no confidence head, expected "
+                       "one that needs none (scheduler.estimator.OnlineLogistic)")
+    if not (self.drafter_directory / calibration.FILE).is_file():
+      return estimators.TrainedHead()
+    return estimators.TrainedHead(
+        calibration.load_sts(self.drafter_directory, self.proposer.proposal_len))
 
   def encode(self, prompt, *, is_raw: bool = False) -> list[int]:
     """Token ids of a prompt: text (a user's message, or as it is with `is_raw`), messages, ids."""
@@ -209,12 +242,18 @@ class DSpark:
     frame, params = self.frame, self.params
     if not is_speculative:
       frame, params = self.plain_frame, {"target": self.target.params}
-    # Policy and rule play no part before the first round: one prefill serves them all.
-    bare = dataclasses.replace(frame, policy=None, accept_rule="token")
-    state = loop.start(bare, params, ids,
+    frame, curve = profile.prepare_batch(frame, params, len(ids), directory=self.step_curves,
+                                         name=self.name)
+    state = loop.start(frame, params, ids, curve=curve,
                        max_new_tokens=_count_new_tokens(ids, options),
                        sampling=sampling, stop_ids=stop_ids, max_slots=self.max_slots)
     return _Call(frame, params, jax.block_until_ready(state), ids, start_s)
+
+  @property
+  def name(self) -> str:
+    """Target and drafter, for people who read a step curve."""
+    paths = [self.target.path, self.drafter_directory]
+    return " + ".join(pathlib.Path(p).name for p in paths if p is not None)
 
   def _results(self, call: "_Call") -> list[Generation]:
     state = call.state

@@ -12,6 +12,7 @@ Dimension letters, used as suffixes of array names (`draft_logits_BxGxV`):
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 
 @flax.struct.dataclass
@@ -25,11 +26,40 @@ class Proposal:
     confidence_BxG: float32 in [0, 1], sigmoid of the raw confidence logits: probability that a
       draft is accepted given that the drafts before it were. Ones without a confidence head.
     confidence_logits_BxG: float32; +inf without a confidence head.
+    margin_BxG: float32 >= 0, best minus second-best draft logit before temperature and filters;
+      None from a drafter that does not tell.
   """
   tokens_BxG: jax.Array
   draft_logits_BxGxV: jax.Array
   confidence_BxG: jax.Array
   confidence_logits_BxG: jax.Array
+  margin_BxG: jax.Array | None = None
+
+
+@flax.struct.dataclass
+class Packing:
+  """Where the rows of a ragged batch lie in one packed row of P tokens (`verification.pack`).
+
+  Attributes:
+    slots_BxW: int32, packed slot of row w of request b; anything in range where there is none.
+    exists_BxW: bool, whether request b has a row w.
+    request_P, row_P: int32, the markers: whose row, and which, a packed slot holds.
+  """
+  slots_BxW: jax.Array
+  exists_BxW: jax.Array
+  request_P: jax.Array
+  row_P: jax.Array
+
+  def unpack(self, x_1xPx: jax.Array) -> jax.Array:
+    """[1, P, ...] -> [B, W, ...], zeros where there is no row."""
+    x_BxWx = x_1xPx[0][self.slots_BxW]
+    exists = self.exists_BxW.reshape(self.exists_BxW.shape + (1,) * (x_BxWx.ndim - 2))
+    # Not another request's numbers: one that broke down may hold NaN.
+    return jnp.where(exists, x_BxWx, jnp.zeros((), x_BxWx.dtype))
+
+  def pack(self, x_BxWx: jax.Array) -> jax.Array:
+    """[B, W, ...] -> [1, P, ...]; padding slots repeat some row."""
+    return x_BxWx[self.request_P, self.row_P][None]
 
 
 @flax.struct.dataclass

@@ -8,6 +8,7 @@ import safetensors.numpy
 
 from dspark_jax.api import DSpark, find_drafter
 from dspark_jax.interop.load import load_target
+from dspark_jax.scheduler import policies
 from tests import tiny
 from tests.tiny import fast_compile  # noqa: F401
 
@@ -293,3 +294,19 @@ def test_names_that_are_nothing(directories, tmp_path):
     DSpark("smollm3", None)
   with pytest.raises(ValueError, match="dtype: found 'float8'"):
     DSpark(str(directories[0]), None, dtype="float8")
+
+
+def test_an_adaptive_policy_measures_its_step_curve_once(directories, tmp_path, monkeypatch):
+  """`with_policy(EarlyStop())`: the curve is measured once a batch size, tokens are plain's."""
+  monkeypatch.setattr("dspark_jax.api.STEP_CURVES", tmp_path)
+  model = DSpark(*map(str, directories))
+  adaptive = model.with_policy(policies.EarlyStop())
+  plain, found = (m.generate("a?", max_new_tokens=8, stop_ids=[], is_speculative=s)
+                  for m, s in ((model, False), (adaptive, True)))
+  assert found.tokens == plain.tokens
+  [path] = tmp_path.iterdir()
+  before = path.stat().st_mtime_ns
+  adaptive.generate("b?", max_new_tokens=8, stop_ids=[])
+  assert list(tmp_path.iterdir()) == [path] and path.stat().st_mtime_ns == before
+  with pytest.raises(ValueError, match="policy: found together with max_draft_len"):
+    model.with_policy(policies.EarlyStop(), max_draft_len=2)

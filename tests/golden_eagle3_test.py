@@ -115,9 +115,7 @@ def run_recorded(frame, params, state):
   """Returns (final state, accepted and verified [R, B], drafts [R, B, G]) of all rounds."""
   def body(carry):
     state, r, *records = carry
-    positions_B = state.lens_B - 1
-    anchor_B = jnp.take_along_axis(state.tokens_BxS, positions_B[:, None], axis=1)[:, 0]
-    drafts = step.propose(frame, params, state, anchor_B, positions_B).tokens_BxG
+    drafts = step.draft(frame, params, state).tokens_BxG
     after = step.speculate_step(frame, params, state)
     verified_BxG = after.stats.verified_BxG - state.stats.verified_BxG
     new = after.lens_B - state.lens_B, verified_BxG.sum(axis=1), drafts

@@ -34,14 +34,19 @@ def schedule_by_threshold(confidence_BxG, tokens_BxG, threshold):
 
 def decode_toy(
   tables, params, threshold, *, draw_fn=draw_draft, schedule_fn=schedule_by_threshold,
-  accept_fn=accept,
+  accept_fn=accept, scheduler=None,
 ):  # fmt: skip
-  """Returns the first three tokens of every request, int32 [B, 3]."""
+  """Returns the first three tokens of every request, int32 [B, 3].
+
+  `scheduler` takes the place of `schedule_fn` where rounds leave something behind: its
+  `init(batch, num_drafts)` makes a memory, `choose(memory, confidence, tokens)` returns verify
+  lengths, `learn(memory, confidence, lens, num_accepted)` the next memory.
+  """
   batch, num_drafts = len(params.seed), tables["confidence"].shape[0]
   ids = tables["ids"]
 
   def run_round(_, state):
-    tokens_BxN, count_B, before_B, anchor_B = state
+    tokens_BxN, count_B, before_B, anchor_B, memory = state
     position_B = START_POSITION + count_B
 
     def draft_slot(context, slot):
@@ -55,11 +60,15 @@ def decode_toy(
     tokens_BxG, laws_BxGxD, confidence_BxG = (jnp.moveaxis(a, 0, 1) for a in drafts)
     context_BxN = jnp.concatenate([before_B[:, None], anchor_B[:, None], tokens_BxG], axis=1)
     target_BxWxV = tables["target"][context_BxN[:, :-1], context_BxN[:, 1:]]
+    if scheduler is None:
+      verify_lens_B = schedule_fn(confidence_BxG, tokens_BxG, threshold)
+    else:
+      verify_lens_B = scheduler.choose(memory, confidence_BxG, tokens_BxG)
     verdict = accept_fn(
       target_BxWxV,
       tokens_BxG,
       draft_logits_BxGxD=laws_BxGxD,
-      verify_lens_B=schedule_fn(confidence_BxG, tokens_BxG, threshold),
+      verify_lens_B=verify_lens_B,
       params=params,
       anchor_positions_B=position_B,
       draft_ids=ids,
@@ -75,10 +84,13 @@ def decode_toy(
     new_BxN = jnp.take_along_axis(committed_BxW, jnp.clip(offset_BxN, 0, num_drafts), axis=1)
     tokens_BxN = jnp.where(is_new_BxN, new_BxN, tokens_BxN)
     last_B = jnp.take_along_axis(context_BxN[:, 1:], num_accepted_B[:, None], axis=1)[:, 0]
-    return tokens_BxN, count_B + num_accepted_B + 1, last_B, next_B
+    if scheduler is not None:
+      memory = scheduler.learn(memory, confidence_BxG, verify_lens_B, num_accepted_B)
+    return tokens_BxN, count_B + num_accepted_B + 1, last_B, next_B, memory
 
   zeros_B = jnp.zeros(batch, jnp.int32)
-  state = (jnp.full((batch, NUM_TOKENS), -1), zeros_B, zeros_B, zeros_B)
+  state = (jnp.full((batch, NUM_TOKENS), -1), zeros_B, zeros_B, zeros_B,
+           None if scheduler is None else scheduler.init(batch, num_drafts))
   return jax.lax.fori_loop(0, NUM_TOKENS, run_round, state)[0]
 
 

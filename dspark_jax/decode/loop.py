@@ -1,5 +1,6 @@
 """Prefill and the generation loop: one jit each, nothing on the host between rounds."""
 
+import dataclasses
 import functools
 from typing import Sequence
 
@@ -11,6 +12,9 @@ from dspark_jax import kv_cache
 from dspark_jax.decode.state import PAD, DecodeState, Frame, init_stats
 from dspark_jax.decode.step import speculate_step
 from dspark_jax.sampling import SamplingParams, law_logits, sample
+from dspark_jax.scheduler import policies
+from dspark_jax.scheduler.schedule import init_scheduler
+from dspark_jax.scheduler.step_curve import StepCurve
 from dspark_jax.target.transformer import Transformer
 from dspark_jax.verification import commit as commit_lib
 from pallas_kernels import counter_rng
@@ -86,10 +90,24 @@ def run_rounds(frame: Frame, params, state: DecodeState, max_rounds: jax.Array) 
   return jax.lax.while_loop(is_open, body, (state, jnp.int32(0)))[0]
 
 
+def attach_scheduler(frame: Frame, state: DecodeState,
+                     curve: StepCurve | None = None) -> DecodeState:
+  """Returns the state with a scheduler, where the frame has a use for one.
+
+  That is an adaptive policy (which says so when it gets no curve), an estimator, or a ladder.
+  """
+  is_adaptive = policies.is_adaptive(frame.policy)
+  if frame.drafter is None or not (is_adaptive or frame.estimator or frame.ladder):
+    return state
+  return state.replace(scheduler=init_scheduler(
+      state.lens_B.shape[0], frame.proposal_len, policy=frame.policy, estimator=frame.estimator,
+      ladder=frame.ladder, curve=curve))
+
+
 def start(frame: Frame, params, prompts: Sequence[Sequence[int]], *,
           max_new_tokens: int | Sequence[int], sampling: SamplingParams,
           stop_ids: Sequence[int] | Sequence[Sequence[int]] = (),
-          max_slots: int | None = None) -> DecodeState:
+          max_slots: int | None = None, curve: StepCurve | None = None) -> DecodeState:
   """Checks a batch of prompts, pads it, and prefills.
 
   Args:
@@ -98,6 +116,8 @@ def start(frame: Frame, params, prompts: Sequence[Sequence[int]], *,
     stop_ids: one list for all, or one list a request.
     max_slots: longest prompt + new tokens that a request may have (cache size); None = no bound
       beyond the target's max_position_embeddings.
+    curve: measured for this batch size and `frame.ladder` (`decode.profile`), for policies that
+      schedule by it.
 
   Raises:
     ValueError: empty prompt, id outside the vocabulary, max_new_tokens < 1, prompt too long.
@@ -113,9 +133,12 @@ def start(frame: Frame, params, prompts: Sequence[Sequence[int]], *,
   for i, p in enumerate(prompts):
     padded[i, :len(p)] = p
   num_slots = round_up(max(int(limits.max()), T) + frame.slack, SLOT_BUCKET)
-  return prefill(frame, params, jnp.asarray(padded), jnp.asarray(lens),
-                 limits_B=jnp.asarray(limits), sampling=sampling,
-                 stop_ids_BxE=pad_stop_ids(stop_ids, batch), num_slots=num_slots)
+  # Scheduler and rule play no part before the first round: one prefill serves them all.
+  bare = dataclasses.replace(frame, policy=None, estimator=None, ladder=None, accept_rule="token")
+  state = prefill(bare, params, jnp.asarray(padded), jnp.asarray(lens),
+                  limits_B=jnp.asarray(limits), sampling=sampling,
+                  stop_ids_BxE=pad_stop_ids(stop_ids, batch), num_slots=num_slots)
+  return attach_scheduler(frame, state, curve)
 
 
 def generate(frame: Frame, params, prompts: Sequence[Sequence[int]], **kwargs) -> DecodeState:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dspark_jax import kv_cache
 from dspark_jax.sampling import SamplingParams
+from dspark_jax.scheduler.schedule import SchedulerState
 from dspark_jax.target.config import TransformerConfig
 
 PAD = -1  # in token buffers: nothing committed here
@@ -47,6 +48,8 @@ class DecodeState:
     sampling: SamplingParams of the requests.
     stop_ids_BxE: int32 ids that end a request once committed, padded with PAD.
     stats: RoundStats.
+    scheduler: SchedulerState; None where nothing is to be learnt from rounds (`loop.start` sets
+      it for adaptive policies and learning estimators).
   """
   tokens_BxS: jax.Array
   lens_B: jax.Array
@@ -58,6 +61,7 @@ class DecodeState:
   sampling: SamplingParams
   stop_ids_BxE: jax.Array
   stats: RoundStats
+  scheduler: SchedulerState | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,9 @@ class Frame:
     drafter: a `drafter.interface.Drafter`, or None for plain decoding.
     policy: how many drafts to verify (`scheduler.policies`).
     accept_rule: "token" or "block" (`verification.accept`).
+    estimator: how sure the drafts are (`scheduler.estimator`), None = the trained head as it is.
+    ladder: buckets of ragged verification (`verification.pack`), None = one rectangle as wide as
+      the policy may ever verify.
     vocab_limit: ids from here on are never emitted (padded rows of the LM head), None = all are.
     dtype: of activations and weights in matmuls, as a name.
   """
@@ -76,6 +83,8 @@ class Frame:
   drafter: Any = None
   policy: Any = None
   accept_rule: str = "token"
+  estimator: Any = None
+  ladder: tuple[tuple[int, int], ...] | None = None
   vocab_limit: int | None = None
   dtype: str = "float32"
 

@@ -1,19 +1,28 @@
-"""One round of speculative decoding: propose, schedule, verify, accept, commit.
+"""One round of speculative decoding: propose, schedule, judge (verify, accept), commit, learn.
 
 This file is the table of contents of the project (paper figure 1). `speculate_step` is one pure
 function of arrays; nothing leaves the device between the five calls, nor between rounds.
 Plain decoding is the same round with a proposal of length 0.
 """
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.decode import judge as judge_lib
 from dspark_jax.decode.state import DecodeState, Frame, RoundStats
 from dspark_jax.scheduler import policies
+from dspark_jax.scheduler import schedule as schedule_lib
+from dspark_jax.scheduler.estimator import Outcome, Signals
 from dspark_jax.types import Proposal
-from dspark_jax.verification import accept as accept_lib
 from dspark_jax.verification import commit as commit_lib
-from dspark_jax.verification import verify as verify_lib
+
+
+@flax.struct.dataclass
+class Round:
+  """What a round showed; calibration and studies read it (`decode.record`)."""
+  signals: Signals
+  outcome: Outcome
 
 
 def speculate_step(frame: Frame, params, state: DecodeState) -> DecodeState:
@@ -25,47 +34,83 @@ def speculate_step(frame: Frame, params, state: DecodeState) -> DecodeState:
       (what the drafter borrows from the target: see `drafter.dspark.borrow`).
     state: DecodeState; donate it.
   """
-  anchor_positions_B = state.lens_B - 1
-  anchor_B = jnp.take_along_axis(state.tokens_BxS, anchor_positions_B[:, None], axis=1)[:, 0]
-
-  proposal = propose(frame, params, state, anchor_B, anchor_positions_B)
-  verify_lens_B = schedule(frame, state, proposal)
-  width = policies.max_verify_len(frame.policy, frame.proposal_len)
-  target_out, logits_BxWxV = verify_lib.verify(
-      frame.target, params["target"], state.cache, anchor_B, proposal.tokens_BxG[:, :width],
-      cache_lens_B=anchor_positions_B, tap_layer_ids=frame.tap_layer_ids, dtype=frame.dtype)
-  verdict = accept_lib.accept(
-      logits_BxWxV, proposal.tokens_BxG, draft_logits_BxGxD=proposal.draft_logits_BxGxV,
-      verify_lens_B=verify_lens_B, params=state.sampling, anchor_positions_B=anchor_positions_B,
-      draft_ids=params.get("borrowed", {}).get("draft_ids"), vocab_limit=frame.vocab_limit,
-      rule=frame.accept_rule)
-  return commit(frame, params, state, proposal, verify_lens_B, target_out, verdict)
+  return run_round(frame, params, state)[0]
 
 
-def propose(frame: Frame, params, state: DecodeState, anchor_B, anchor_positions_B) -> Proposal:
-  """Drafts the full block of every request; an empty proposal where there is no drafter."""
+def run_round(frame: Frame, params, state: DecodeState) -> tuple[DecodeState, Round]:
+  """`speculate_step` that also returns what the round showed."""
+  plan = plan_round(frame, state)
+  proposal = propose(frame, params, state, plan)
+  verify_lens_B, survival_BxG = schedule(frame, state, proposal, plan)
+  verified, bucket = judge_lib.judge(frame, params, state, proposal, verify_lens_B,
+                                     find_anchors(state))
+  after = commit(frame, params, state, proposal, verify_lens_B, verified)
+
+  outcome = Outcome(verify_lens_B, verified.verdict.num_accepted_B,
+                    ~state.is_done_B & verified.verdict.is_valid_B)
+  signals = Signals(proposal.confidence_logits_BxG, proposal.margin_BxG)
+  if state.scheduler is not None:
+    after = after.replace(scheduler=schedule_lib.learn(
+        frame.policy, frame.estimator, state.scheduler, plan, signals, survival_BxG, outcome,
+        bucket=bucket))
+  return after, Round(signals, outcome)
+
+
+def count_room(state: DecodeState) -> jax.Array:
+  """int32 [B]: drafts that may still be committed besides the next anchor."""
+  return jnp.maximum(state.limits_B - state.lens_B - 1, 0)
+
+
+def plan_round(frame: Frame, state: DecodeState) -> policies.Plan | None:
+  """What is decided before drafting: whether to draft at all, and a budget."""
+  if frame.proposal_len == 0 or state.scheduler is None:
+    return None
+  return schedule_lib.plan_round(frame.policy, state.scheduler, ~state.is_done_B,
+                                 count_room(state), ladder=frame.ladder)
+
+
+def propose(frame: Frame, params, state: DecodeState,
+            plan: policies.Plan | None = None) -> Proposal:
+  """Drafts the full block of every request, unless the plan says that it does not pay."""
+  if plan is None:
+    return draft(frame, params, state)
+  shapes = jax.eval_shape(lambda: draft(frame, params, state))
+  return jax.lax.cond(plan.should_draft, lambda: draft(frame, params, state),
+                      lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+
+
+def draft(frame: Frame, params, state: DecodeState) -> Proposal:
+  """The drafter's full block; an empty proposal where there is no drafter."""
+  anchor_B = find_anchors(state)
   if frame.drafter is None:
     batch = anchor_B.shape[0]
     empty = jnp.zeros((batch, 0), jnp.float32)
     return Proposal(jnp.zeros((batch, 0), jnp.int32),
                     jnp.zeros((batch, 0, frame.target.vocab_size), jnp.float32), empty, empty)
-  return frame.drafter.propose(params["drafter"], state.drafter, anchor_B, anchor_positions_B,
-                               state.sampling, tokens_BxS=state.tokens_BxS,
-                               **params["borrowed"])
+  return frame.drafter.propose(params["drafter"], state.drafter, anchor_B, state.lens_B - 1,
+                               state.sampling, tokens_BxS=state.tokens_BxS, **params["borrowed"])
 
 
-def schedule(frame: Frame, state: DecodeState, proposal: Proposal) -> jax.Array:
-  """Chooses verify lengths; never more than may still be committed besides the next anchor."""
+def find_anchors(state: DecodeState) -> jax.Array:
+  """int32 [B]: the last token of every request, input of its next round."""
+  return jnp.take_along_axis(state.tokens_BxS, state.lens_B[:, None] - 1, axis=1)[:, 0]
+
+
+def schedule(frame: Frame, state: DecodeState, proposal: Proposal,
+             plan: policies.Plan | None = None) -> tuple[jax.Array, jax.Array]:
+  """Chooses verify lengths; never more than there is room for. Also returns survivals."""
   if frame.proposal_len == 0:
-    return jnp.zeros_like(state.lens_B)
-  verify_lens_B = policies.choose_verify_lens(frame.policy, proposal.confidence_BxG)
-  room_B = jnp.maximum(state.limits_B - state.lens_B - 1, 0)
-  return jnp.where(state.is_done_B, 0, jnp.minimum(verify_lens_B, room_B))
+    return jnp.zeros_like(state.lens_B), proposal.confidence_BxG
+  return schedule_lib.choose_lens(
+      frame.policy, frame.estimator, state.scheduler, plan,
+      Signals(proposal.confidence_logits_BxG, proposal.margin_BxG), is_live_B=~state.is_done_B,
+      max_lens_B=count_room(state), ladder=frame.ladder)
 
 
-def commit(frame: Frame, params, state: DecodeState, proposal: Proposal, verify_lens_B, target_out,
-           verdict) -> DecodeState:
+def commit(frame: Frame, params, state: DecodeState, proposal: Proposal, verify_lens_B,
+           verified: judge_lib.Verified) -> DecodeState:
   """Appends the accepted tokens, their cache rows and features; decides who is done."""
+  verdict = verified.verdict
   committed = commit_lib.commit_tokens(
       state.tokens_BxS, state.lens_B, proposal.tokens_BxG, verdict, limits_B=state.limits_B,
       stop_ids_BxE=state.stop_ids_BxE, is_done_B=state.is_done_B)
@@ -73,11 +118,14 @@ def commit(frame: Frame, params, state: DecodeState, proposal: Proposal, verify_
   starts_B = state.lens_B - 1
   drafter_state = state.drafter
   if frame.drafter is not None:
-    num_rows = target_out.rows.keys[0].shape[2]
-    drafter_state = frame.drafter.observe(
-        params["drafter"], state.drafter, target_out.features_BxTxMD, starts_B,
-        tokens_BxW1=commit_lib.read_tokens(committed.tokens_BxS, starts_B, num_rows + 1),
-        num_new_B=committed.num_new_B, **params["borrowed"])
+    if verified.drafter_rows is not None:
+      drafter_state = frame.drafter.write_rows(state.drafter, verified.drafter_rows, starts_B)
+    else:
+      num_rows = verified.rows.keys[0].shape[2]
+      drafter_state = frame.drafter.observe(
+          params["drafter"], state.drafter, verified.features_BxWxMD, starts_B,
+          tokens_BxW1=commit_lib.read_tokens(committed.tokens_BxS, starts_B, num_rows + 1),
+          num_new_B=committed.num_new_B, **params["borrowed"])
   is_live_B = ~state.is_done_B
   position_G = jnp.arange(frame.proposal_len)[None, :]
   count = lambda n_B: ((position_G < n_B[:, None]) & is_live_B[:, None]).astype(jnp.int32)
@@ -90,5 +138,5 @@ def commit(frame: Frame, params, state: DecodeState, proposal: Proposal, verify_
   return state.replace(
       tokens_BxS=committed.tokens_BxS, lens_B=committed.lens_B,
       is_done_B=committed.is_done_B | ~is_valid_B, is_valid_B=is_valid_B,
-      cache=commit_lib.commit_rows(state.cache, target_out.rows, starts_B),
+      cache=commit_lib.commit_rows(state.cache, verified.rows, starts_B),
       drafter=drafter_state, stats=stats)

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from dspark_jax import kv_cache
 from dspark_jax import layers
 from dspark_jax import sampling
+from dspark_jax.drafter import drafting
 from dspark_jax.drafter.backbone import Backbone
 from dspark_jax.drafter.confidence_head import ConfidenceHead
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.copy_head import CopyHead, find_copy
 from dspark_jax.drafter.sequential_head import SequentialHead
 from dspark_jax.types import Proposal
-from pallas_kernels import counter_rng
+from pallas_kernels import counter_rng, markov_sampling
 
 
 class DSparkDrafter(nn.Module):
@@ -220,8 +221,18 @@ class DSparkProposer:
     if W > state.num_slots:
       raise ValueError(f"features: found {W} rows, expected at most the cache's {state.num_slots}")
     positions_BxW = starts_B[:, None] + jnp.arange(W)[None, :]
+    return self.write_rows(state, self.encode_rows(params, features_BxWxMD, positions_BxW),
+                           starts_B)
+
+  def encode_rows(self, params, features_BxWxMD: jax.Array,
+                  positions_BxW: jax.Array) -> kv_cache.KVCache:
+    """The costly half of `observe`, row by row: context rows, each [B, K, W, H]."""
     context_BxWxD = self._apply(params, "encode_context", features_BxWxMD)
-    rows = self._apply(params, "context_rows", context_BxWxD, positions_BxW)
+    return self._apply(params, "context_rows", context_BxWxD, positions_BxW)
+
+  def write_rows(self, state: kv_cache.KVCache, rows: kv_cache.KVCache,
+                 starts_B: jax.Array) -> kv_cache.KVCache:
+    """The other half of `observe`."""
     return kv_cache.write_rows(state, rows, starts_B)
 
   def propose(self, params, state: kv_cache.KVCache, anchor_B: jax.Array,
@@ -253,37 +264,42 @@ class DSparkProposer:
     positions_BxJ = anchor_positions_B[:, None] + jnp.arange(c.num_slots)[None, :]
     hidden_BxGxD = self._apply(params, "draft_hidden", block_BxJxD, positions_BxJ, state,
                                anchor_positions_B)
-    base_logits_BxGxV = layers.linear(hidden_BxGxD.astype(lm_head_VdxD.dtype),
+    # Position first, as the walk reads them.
+    hidden_GxBxD = jnp.swapaxes(hidden_BxGxD, 0, 1)
+    base_logits_GxBxV = layers.linear(hidden_GxBxD.astype(lm_head_VdxD.dtype),
                                       lm_head_VdxD).astype(jnp.float32)
     w2_VdxR = self._apply(params, "bias_weight")
-    carry = self._apply(params, "init_carry", anchor_B.shape[0])
-    prev_token_B, drafts = anchor_B, []
-    for k in range(c.proposal_len):  # unrolled: lax.scan would copy the weights on CPU
-      carry, bias_in_BxR, confidence_logit_B = self._apply(
-          params, "head_step", carry, hidden_BxGxD[:, k], prev_token_B)
-      logits_BxV = base_logits_BxGxV[:, k]
+
+    def step(carry, slot, previous_B, logits_BxV, words_Bx2):
+      head_carry, text_BxS = carry
+      hidden_BxD = hidden_GxBxD[slot]
+      head_carry, bias_in_BxR, confidence_logit_B = self._apply(
+          params, "head_step", head_carry, hidden_BxD, previous_B)
       if c.markov_rank:
         logits_BxV = logits_BxV + layers.linear(bias_in_BxR, w2_VdxR).astype(jnp.float32)
       if c.copy_ngram:
-        copies = jax.vmap(lambda t, p: find_copy(t, p, c.copy_ngram))(
-            tokens_BxS, anchor_positions_B + k + 1)
-        bias_B, more_B = self._apply(params, "copy_bias", hidden_BxGxD[:, k], copies.level)
+        positions_B = anchor_positions_B + slot
+        text_BxS = jax.vmap(lambda t, p, x: t.at[p].set(x))(text_BxS, positions_B, previous_B)
+        copies = jax.vmap(lambda t, p: find_copy(t, p, c.copy_ngram))(text_BxS, positions_B + 1)
+        bias_B, more_B = self._apply(params, "copy_bias", hidden_BxD, copies.level)
         confidence_logit_B = confidence_logit_B + more_B
         logits_BxV = _add_at(logits_BxV, copies.token, bias_B, draft_ids)
+      margin_B = drafting.top_margin(logits_BxV)
       law_BxV = sampling.law_logits(logits_BxV, sampling_params, vocab_limit=self.vocab_limit,
                                     ids=draft_ids)
-      words = counter_rng.noise_words(sampling_params.seed, counter_rng.DRAFT,
-                                      anchor_positions_B, jnp.full_like(anchor_positions_B, k))
-      prev_token_B = sampling.sample(law_BxV, words, ids=draft_ids)
-      if c.copy_ngram:
-        tokens_BxS = jax.vmap(lambda t, p, x: t.at[p].set(x))(
-            tokens_BxS, anchor_positions_B + k + 1, prev_token_B)
-      drafts.append((prev_token_B, law_BxV, confidence_logit_B))
-    tokens_BxG, draft_logits_BxGxV, confidence_logits_BxG = (
-        jnp.stack(parts, axis=1) for parts in zip(*drafts))
+      token_B = sampling.sample(law_BxV, words_Bx2, ids=draft_ids)
+      return (head_carry, text_BxS), token_B, (law_BxV, confidence_logit_B, margin_B)
+
+    words_GxBx2 = counter_rng.noise_words(
+        sampling_params.seed[None], counter_rng.DRAFT, anchor_positions_B[None],
+        jnp.arange(c.proposal_len)[:, None])
+    carry = (self._apply(params, "init_carry", anchor_B.shape[0]), tokens_BxS)
+    tokens_GxB, parts = markov_sampling.walk(base_logits_GxBxV, words_GxBx2, anchor_B, carry, step)
+    tokens_BxG, draft_logits_BxGxV, confidence_logits_BxG, margin_BxG = (
+        jnp.swapaxes(a, 0, 1) for a in (tokens_GxB, *parts))
     return Proposal(tokens_BxG=tokens_BxG, draft_logits_BxGxV=draft_logits_BxGxV,
                     confidence_BxG=nn.sigmoid(confidence_logits_BxG),
-                    confidence_logits_BxG=confidence_logits_BxG)
+                    confidence_logits_BxG=confidence_logits_BxG, margin_BxG=margin_BxG)
 
   def _apply(self, params, method: str, *args):
     return DSparkDrafter(self.config, self.dtype).apply({"params": params}, *args, method=method)

@@ -117,12 +117,14 @@ class MedusaProposer:
               tokens_BxS: jax.Array | None = None) -> Proposal:
     hidden_BxGxD = MedusaDrafter(self.config, self.dtype).apply({"params": params}, state)
     logits_BxGxV = layers.linear(hidden_BxGxD.astype(lm_head_VdxD.dtype), lm_head_VdxD)
-    law_BxGxV = sampling.law_logits(logits_BxGxV.astype(jnp.float32), sampling_params,
-                                    vocab_limit=self.vocab_limit, ids=draft_ids)
+    logits_BxGxV = logits_BxGxV.astype(jnp.float32)
+    law_BxGxV = sampling.law_logits(logits_BxGxV, sampling_params, vocab_limit=self.vocab_limit,
+                                    ids=draft_ids)
     slots_BxG = jnp.broadcast_to(jnp.arange(self.proposal_len)[None], logits_BxGxV.shape[:2])
     words = counter_rng.noise_words(sampling_params.seed, counter_rng.DRAFT, anchor_positions_B,
                                     slots_BxG)
-    return drafting.make_proposal(sampling.sample(law_BxGxV, words, ids=draft_ids), law_BxGxV)
+    return drafting.make_proposal(sampling.sample(law_BxGxV, words, ids=draft_ids), law_BxGxV,
+                                  drafting.top_margin(logits_BxGxV))
 
 
 def init_params(config: MedusaConfig, key: jax.Array):

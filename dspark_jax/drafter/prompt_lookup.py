@@ -45,7 +45,9 @@ class PromptLookupProposer:
   """The drafter as decoding sees it (`interface.Drafter`); its state is nothing.
 
   Confidence is 1 for drafts that have a match and 0 from the first one without: a threshold above
-  0 then verifies just the matches. It is known before the draft is, so it may decide lengths.
+  0 then verifies just the matches. It is known before the draft is, so it may decide lengths. There
+  are no logits to have a margin; the length of the match is reported in its place, as the signal
+  that an online estimator can learn from.
   """
   config: PromptLookupConfig
 
@@ -80,10 +82,11 @@ class PromptLookupProposer:
       copies = jax.vmap(lambda t, p: find_copy(t, p, c.max_ngram))(tokens_BxS, positions_B)
       has_match_B &= copies.level >= c.min_ngram
       tokens_BxS = jax.vmap(lambda t, p, x: t.at[p].set(x))(tokens_BxS, positions_B, copies.token)
-      drafts.append((copies.token, has_match_B))
-    tokens_BxG, has_match_BxG = (jnp.stack(x, axis=1) for x in zip(*drafts))
+      drafts.append((copies.token, has_match_B, jnp.where(has_match_B, copies.level, 0)))
+    tokens_BxG, has_match_BxG, level_BxG = (jnp.stack(x, axis=1) for x in zip(*drafts))
     is_token_BxGxV = tokens_BxG[..., None] == jnp.arange(c.vocab_size)[None, None]
     return Proposal(
         tokens_BxG=tokens_BxG, draft_logits_BxGxV=jnp.where(is_token_BxGxV, 0.0, -jnp.inf),
         confidence_BxG=has_match_BxG.astype(jnp.float32),
-        confidence_logits_BxG=jnp.where(has_match_BxG, jnp.inf, -jnp.inf))
+        confidence_logits_BxG=jnp.where(has_match_BxG, jnp.inf, -jnp.inf),
+        margin_BxG=level_BxG.astype(jnp.float32))

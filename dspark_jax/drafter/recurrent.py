@@ -279,11 +279,11 @@ class RecurrentProposer:
           params, "step", embed_VxD[token_B], hidden_BxD, anchor_positions_B - 1 + k, state.cache,
           anchor_positions_B - 1, chain)
       logits_BxV = layers.linear(out_BxD.astype(lm_head_VdxD.dtype), lm_head_VdxD)
-      token_B, law_BxV = drafting.draw(
+      token_B, *more = drafting.draw(
           logits_BxV.astype(jnp.float32), k, sampling_params, anchor_positions_B,
           vocab_limit=self.vocab_limit, draft_ids=draft_ids)
-      drafts.append((token_B, law_BxV))
-    return drafting.make_proposal(*zip(*drafts))
+      drafts.append((token_B, *more))
+    return drafting.make_proposal(*(jnp.stack(parts, axis=1) for parts in zip(*drafts)))
 
   def _apply(self, params, method: str, *args):
     return self.config.make_network(self.dtype).apply({"params": params}, *args, method=method)

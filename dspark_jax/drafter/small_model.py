@@ -70,22 +70,22 @@ class SmallModelProposer:
     width = min(self.model.config.vocab_size, self.vocab_size)
 
     def draft(k, carry):
-      token_B, cache, tokens_BxG, laws_BxGxV = carry
+      token_B, cache, drafts = carry
       out = self.model.apply({"params": params}, self._clip(token_B[:, None]), cache=cache,
                              cache_lens_B=anchor_positions_B + k)
       logits_BxV = self.model.apply({"params": params}, out.hidden_BxTxD[:, 0], method="head")
-      token_B, law_BxV = drafting.draw(
+      drawn = drafting.draw(
           logits_BxV[:, :width], k, sampling_params, anchor_positions_B,
           vocab_limit=self.vocab_limit, draft_ids=draft_ids)
       cache = kv_cache.write_rows(cache, out.rows, anchor_positions_B + k)
-      return token_B, cache, tokens_BxG.at[:, k].set(token_B), laws_BxGxV.at[:, k].set(law_BxV)
+      return drawn[0], cache, tuple(x.at[:, k].set(new) for x, new in zip(drafts, drawn))
 
     # A loop, not unrolled: the model is the largest program of a round, and is compiled once.
     batch, G = anchor_B.shape[0], self.proposal_len
-    empty = (anchor_B, state, jnp.zeros((batch, G), jnp.int32),
-             jnp.zeros((batch, G, width), jnp.float32))
-    _, _, tokens_BxG, laws_BxGxV = jax.lax.fori_loop(0, G, draft, empty)
-    return drafting.make_proposal(tokens_BxG, laws_BxGxV)
+    empty = (jnp.zeros((batch, G), jnp.int32), jnp.zeros((batch, G, width), jnp.float32),
+             jnp.zeros((batch, G), jnp.float32))
+    _, _, drafts = jax.lax.fori_loop(0, G, draft, (anchor_B, state, empty))
+    return drafting.make_proposal(*drafts)
 
   def _clip(self, tokens_BxT: jax.Array) -> jax.Array:
     """Ids that the model lacks become its last: a poor guess, but a finite one."""

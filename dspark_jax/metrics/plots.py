@@ -42,12 +42,49 @@ def plot_speed(reports_by_domain: Mapping[str, Sequence[Report]],
   return _save(figure, path)
 
 
-def _make_figure():
+def plot_reliability(panels: Mapping[str, Sequence[Sequence[tuple]]],
+                     path: str | pathlib.Path) -> pathlib.Path:
+  """Draws reliability diagrams side by side, one line a draft position (paper figure 6).
+
+  Args:
+    panels: title -> for each position the points of `reliability.make_diagram`, none where there
+      is no data.
+  """
+  figure, _ = _make_figure(num_panels=len(panels))
+  for ax, (title, diagrams) in zip(figure.axes, panels.items()):
+    ax.plot([0, 1], [0, 1], ":", color="grey")
+    for k, points in enumerate(diagrams):
+      if points:
+        predicted, happened, counts = zip(*points)
+        sizes = [5 + 95 * n / max(counts) for n in counts]
+        line, = ax.plot(predicted, happened, lw=1, label=f"draft {k + 1}")
+        ax.scatter(predicted, happened, s=sizes, color=line.get_color())
+    ax.set(xlabel="predicted survival", ylabel="accepted", xlim=(0, 1), ylim=(0, 1), title=title)
+    if len(ax.lines) > 1:
+      ax.legend(fontsize=8)
+  return _save(figure, path)
+
+
+def plot_step_curve(points: Sequence[tuple[float, float]], smoothed: Sequence[tuple[float, float]],
+                    path: str | pathlib.Path, *, title: str) -> pathlib.Path:
+  """Draws milliseconds of a round over verified tokens: buckets measured, and the smoothed curve."""
+  figure, ax = _make_figure()
+  ax.step(*zip(*points), where="pre", label="buckets")
+  ax.plot(*zip(*points), "o", color="C0")
+  ax.plot(*zip(*smoothed), "--", label="as early_stop reads it")
+  ax.set(xlabel="verified tokens", ylabel="milliseconds a round, drafting included", ylim=(0, None),
+         title=title)
+  ax.legend()
+  return _save(figure, path)
+
+
+def _make_figure(num_panels: int = 1):
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure
-  figure = Figure(figsize=(7, 4.5), layout="constrained")
+  figure = Figure(figsize=(7 if num_panels == 1 else 5 * num_panels, 4.5), layout="constrained")
   FigureCanvasAgg(figure)  # draws without a display, and leaves a notebook's own backend alone
-  return figure, figure.add_subplot()
+  figure.subplots(1, num_panels)
+  return figure, figure.axes[0]
 
 
 def _save(figure, path: str | pathlib.Path) -> pathlib.Path:

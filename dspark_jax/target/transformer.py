@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from dspark_jax import kv_cache
 from dspark_jax import layers
 from dspark_jax.target.config import TransformerConfig
+from dspark_jax.types import Packing
 
 
 @flax.struct.dataclass
@@ -40,7 +41,7 @@ class Attention(nn.Module):
   dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x_BxTxD, tables, cached, masks):
+  def __call__(self, x_BxTxD, tables, cached, masks, packing: Packing | None = None):
     c = self.config
     B, T, _ = x_BxTxD.shape
     project = lambda heads, name: layers.Linear(
@@ -52,11 +53,14 @@ class Attention(nn.Module):
     if c.qk_norm:
       q = layers.RMSNorm(c.rms_norm_eps, name="q_norm")(q)
       k = layers.RMSNorm(c.rms_norm_eps, name="k_norm")(k)
-    q = layers.apply_rope(q, tables)
-    k = layers.apply_rope(k, tables).transpose(0, 2, 1, 3)
-    v = v.transpose(0, 2, 1, 3)
+    q, k = layers.apply_rope(q, tables), layers.apply_rope(k, tables)
+    if packing is not None:  # a rectangle a request, for attention alone
+      q, k, v = packing.unpack(q), packing.unpack(k), packing.unpack(v)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     cached_keys, cached_values = ([cached[0]], [cached[1]]) if cached is not None else ([], [])
     out = layers.attend(q, cached_keys + [k], cached_values + [v], masks, scale=c.head_dim**-0.5)
+    if packing is not None:
+      out = packing.pack(out)
     out = layers.Linear(c.hidden_size, c.attention_bias, self.dtype, name="o_proj")(
         out.reshape(B, T, -1))
     return out, (k, v)
@@ -68,10 +72,10 @@ class Block(nn.Module):
   dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x_BxTxD, tables, cached, masks):
+  def __call__(self, x_BxTxD, tables, cached, masks, packing: Packing | None = None):
     c = self.config
     normed = layers.RMSNorm(c.rms_norm_eps, name="input_layernorm")(x_BxTxD)
-    out, rows = Attention(c, self.dtype, name="self_attn")(normed, tables, cached, masks)
+    out, rows = Attention(c, self.dtype, name="self_attn")(normed, tables, cached, masks, packing)
     x_BxTxD = x_BxTxD + out
     normed = layers.RMSNorm(c.rms_norm_eps, name="post_attention_layernorm")(x_BxTxD)
     return x_BxTxD + layers.MLP(c.intermediate_size, c.mlp_bias, self.dtype, name="mlp")(
@@ -93,8 +97,8 @@ class Transformer(nn.Module):
       self.lm_head = self.param("lm_head", init, (c.vocab_size, c.hidden_size))
 
   def __call__(self, tokens_BxT: jax.Array, *, cache: kv_cache.KVCache | None = None,
-               cache_lens_B: jax.Array | None = None,
-               tap_layer_ids: tuple[int, ...] = ()) -> TargetOutput:
+               cache_lens_B: jax.Array | None = None, tap_layer_ids: tuple[int, ...] = (),
+               packing: Packing | None = None) -> TargetOutput:
     """Runs the new tokens at positions cache_lens_B + (0..T-1).
 
     Args:
@@ -102,16 +106,24 @@ class Transformer(nn.Module):
       cache: read-only; its rows at and beyond cache_lens_B are never seen.
       cache_lens_B: int32, valid rows of the cache; required with a cache.
       tap_layer_ids: 0-based decoder layers whose raw outputs become features (-1 = embedding).
+      packing: with it the tokens are one packed row [1, P] of rows of up to W tokens a request;
+        hidden states and features are packed too, keys and values [B, K, W, H] as without. Needs
+        a cache.
     """
     c = self.config
+    rows_BxT, starts_BxT = jnp.arange(tokens_BxT.shape[1])[None], jnp.zeros((1, 1), jnp.int32)
     T = tokens_BxT.shape[1]
-    positions_BxT = jnp.broadcast_to(jnp.arange(T)[None, :], tokens_BxT.shape)
+    if packing is not None:
+      rows_BxT, starts_BxT = packing.row_P[None], cache_lens_B[packing.request_P][None]
+      T = packing.slots_BxW.shape[1]
+    elif cache is not None:
+      starts_BxT = cache_lens_B[:, None]
     masks = [jnp.tril(jnp.ones((T, T), bool))[None]]
     if cache is not None:
-      positions_BxT = positions_BxT + cache_lens_B[:, None]
       live_BxS = jnp.arange(cache.num_slots)[None, :] < cache_lens_B[:, None]
-      live_BxTxS = jnp.broadcast_to(live_BxS[:, None, :], tokens_BxT.shape + (cache.num_slots,))
+      live_BxTxS = jnp.broadcast_to(live_BxS[:, None, :], (live_BxS.shape[0], T, cache.num_slots))
       masks = [live_BxTxS] + masks
+    positions_BxT = jnp.broadcast_to(starts_BxT + rows_BxT, tokens_BxT.shape)
     tables = layers.rope_tables(c.rope, c.head_dim, positions_BxT)
 
     x_BxTxD = self.embed_tokens[tokens_BxT].astype(self.dtype)
@@ -119,7 +131,7 @@ class Transformer(nn.Module):
     keys, values = [], []
     for i, block in enumerate(self.layers):
       cached = None if cache is None else (cache.keys[i], cache.values[i])
-      x_BxTxD, (k, v) = block(x_BxTxD, tables, cached, masks)
+      x_BxTxD, (k, v) = block(x_BxTxD, tables, cached, masks, packing)
       keys.append(k)
       values.append(v)
       if i in tap_layer_ids:

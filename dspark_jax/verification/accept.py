@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dspark_jax.sampling import SamplingParams, law_logits
-from dspark_jax.types import Verdict
+from dspark_jax.types import Packing, Verdict
 from dspark_jax.verification.block import verify_block
 from pallas_kernels.counter_rng import COIN, RECOVER, noise_words, uniform
 from pallas_kernels.rejection_sampling import rejection_sampling
@@ -26,6 +26,7 @@ def accept(
   anchor_positions_B: jax.Array,
   draft_ids: jax.Array | None = None,
   vocab_limit: int | None = None,
+  packing: Packing | None = None,
   rule: str = "token",
   implementation: str = "auto",
 ) -> Verdict:
@@ -45,31 +46,44 @@ def accept(
     anchor_positions_B: int32, absolute position of each request's anchor token.
     draft_ids: int32 sorted target ids of the draft vocabulary, None = the whole vocabulary.
     vocab_limit: static int, ids from here on are padding of the LM head and never drawn.
+    packing: with it the target logits are [1, P, V], of the rows that it has a slot for. A request
+      without any gets an invalid verdict.
     rule: "token" (rejection sampling draft by draft) or "block" (`block.verify_block`).
     implementation: see `pallas_kernels.dispatch`.
   """
   check_rule(rule)
   num_rows, num_drafts = target_logits_BxWxV.shape[1], draft_tokens_BxG.shape[1]
+  unpack = lambda x: x
+  if packing is not None:
+    num_rows, unpack = packing.slots_BxW.shape[1], packing.unpack
   verify_lens_B = jnp.clip(verify_lens_B, 0, min(num_drafts, num_rows - 1))
   draft_logits_BxGxD = draft_logits_BxGxD.astype(jnp.float32)
 
   def accept_greedy():
     draft_logit_BxG = gather_logits(draft_logits_BxGxD, draft_tokens_BxG, draft_ids)
+    logits = target_logits_BxWxV
+    logits = logits if vocab_limit is None else logits[..., :vocab_limit]
     return _accept_greedy(
-      target_logits_BxWxV, draft_tokens_BxG, draft_logit_BxG, verify_lens_B, vocab_limit
-    )
+      unpack(first_argmax(logits)), unpack(find_laws(logits)),
+      draft_tokens_BxG, draft_logit_BxG, verify_lens_B,
+    )  # fmt: skip
 
   def accept_sampled():
     def words(purpose, num_positions):
       positions_Bxn = anchor_positions_B[:, None] + 1 + jnp.arange(num_positions)[None]
       return noise_words(params.seed, purpose, positions_Bxn, 0)
 
+    if packing is None:
+      law_BxWxV = law_logits(target_logits_BxWxV, params, vocab_limit=vocab_limit)
+    else:
+      params_P = jax.tree.map(lambda a: a[packing.request_P], params)
+      law_PxV = law_logits(target_logits_BxWxV[0], params_P, vocab_limit=vocab_limit)
+      law_BxWxV = unpack(law_PxV[None])
     keywords = {
       "verify_lens_B": verify_lens_B,
       "noise_words_BxWx2": words(RECOVER, num_rows),
       "draft_ids": draft_ids,
     }
-    law_BxWxV = law_logits(target_logits_BxWxV, params, vocab_limit=vocab_limit)
     if rule == "block":
       # Coins of the round, not of positions: see verify_block. Slot 0 is the token-wise coin.
       slots_BxG = jnp.broadcast_to(jnp.arange(1, num_drafts + 1)[None], draft_tokens_BxG.shape)
@@ -94,14 +108,8 @@ def check_rule(rule: str) -> None:
     raise ValueError(f"accept_rule: found {rule!r}, expected one of {', '.join(RULES)}")
 
 
-def _accept_greedy(
-  target_logits_BxWxV, draft_tokens_BxG, draft_logit_BxG, verify_lens_B, vocab_limit
-):
+def _accept_greedy(best_BxW, is_law_BxW, draft_tokens_BxG, draft_logit_BxG, verify_lens_B):
   """The all-greedy verdict from argmaxes alone; equal to the sampled path on the same rows."""
-  if vocab_limit is not None:
-    target_logits_BxWxV = target_logits_BxWxV[..., :vocab_limit]
-  best_BxW = first_argmax(target_logits_BxWxV)
-  is_law_BxW = find_laws(target_logits_BxWxV)
   num_drafts = min(draft_tokens_BxG.shape[1], best_BxW.shape[1] - 1)
   draft_logit_BxG = draft_logit_BxG[:, :num_drafts]
   is_match_BxG = (

@@ -12,6 +12,11 @@ in memory: tokens go through in chunks, and gradients are written by hand.
 A drafter with a reduced vocabulary passes the rows of the LM head that it uses, and
 `target_lse_N`, the target's log-normaliser over the full vocabulary: p_t then sums to less than 1
 on those rows, and the missing mass counts in tv, since p_d is 0 there.
+
+tokamax's linear_softmax_cross_entropy_loss carries no part of it: its public form returns one
+reduced cross-entropy, neither per-token terms nor the log-normalisers that TV, acceptance and KL
+need of both laws. Its backward pass also makes the gradient of the LM head, which is frozen here:
+a third of the work for nothing.
 """
 
 import functools
@@ -19,9 +24,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.distillation_loss import reference
-
-IMPLEMENTATIONS = ("auto", "reference")
+from pallas_kernels.dispatch import IMPLEMENTATIONS, dispatch
+from pallas_kernels.distillation_loss import kernel_tpu, reference
+from pallas_kernels.distillation_loss.reference import Tokens
 
 
 def distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: jax.Array,
@@ -37,8 +42,8 @@ def distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: jax.Array,
     bias_in_NxR, w2_VdxR: the sequential head's bias is w2 @ bias_in; R = 0 where there is none.
     labels_N: int index into the draft vocabulary; -1 = outside it: ce is 0 without gradient.
     target_lse_N: float32 log-normaliser of the target over the full vocabulary; None = Vd is full.
-    implementation: 'auto' or 'reference'.
-    chunk: tokens a step; peak memory grows with chunk * Vd.
+    implementation: 'auto', 'reference' or 'pallas'; see `pallas_kernels.dispatch`.
+    chunk: tokens a step of the reference; its peak memory grows with chunk * Vd.
 
   Gradients flow to draft_hidden, bias_in and w2 from ce and tv. Target, LM head and accept are
   detached. The backward pass computes the laws again; `weighted_distillation_loss` does not.
@@ -48,8 +53,9 @@ def distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: jax.Array,
   """
   _check(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N,
          target_lse_N, implementation, chunk)
-  ce_N, tv_N, accept_N = _per_token(chunk, draft_hidden_NxD, bias_in_NxR, w2_VdxR,
-                                    target_hidden_NxD, lm_head_VdxD, labels_N, target_lse_N)
+  ce_N, tv_N, accept_N = _per_token(
+      (implementation, chunk), draft_hidden_NxD, bias_in_NxR, w2_VdxR, target_hidden_NxD,
+      lm_head_VdxD, labels_N, target_lse_N)
   return ce_N, tv_N, jax.lax.stop_gradient(accept_N)
 
 
@@ -69,7 +75,7 @@ def weighted_distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: j
   differentiated) on top.
 
   The same maths as `distillation_loss` for weights known beforehand, which lets the gradient be
-  made in the forward pass, from laws computed once: 5 products of N x Vd x D instead of 7 or 8.
+  made in the forward pass, from laws computed once: 3 products of N x Vd x D instead of 5.
   Weights are constants (no gradient). Tokens outside keep_N (bool; None = all are kept) count
   with weight 0 and are skipped, by whole chunks after sorting: their terms are undefined.
   """
@@ -89,9 +95,10 @@ def weighted_distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: j
     kl_weights_N = jnp.where(keep_N, kl_weights_N, 0.0).astype(jnp.float32)
   if (copy_index_N is None) != (copy_bias_N is None):
     raise ValueError("copy_bias_N: expected together with copy_index_N, found one of them")
-  loss, terms = _weighted(chunk, draft_hidden_NxD, bias_in_NxR, w2_VdxR, copy_bias_N,
-                          copy_index_N, target_hidden_NxD, lm_head_VdxD, labels_N, target_lse_N,
-                          ce_weights_N, tv_weights_N, kl_weights_N, keep_N)
+  loss, terms = _weighted(
+      (implementation, chunk), draft_hidden_NxD, bias_in_NxR, w2_VdxR, copy_bias_N, copy_index_N,
+      target_hidden_NxD, lm_head_VdxD, labels_N, target_lse_N, ce_weights_N, tv_weights_N,
+      kl_weights_N, keep_N)
   return loss, jax.lax.stop_gradient(terms[:3])
 
 
@@ -101,12 +108,11 @@ def target_lse(hidden_NxD: jax.Array, lm_head_VxD: jax.Array, *, implementation:
 
   Not differentiated: it describes the frozen target.
   """
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(f"implementation: found {implementation!r}, expected one of "
-                     f"{IMPLEMENTATIONS}")
   _expect("lm_head_VxD", lm_head_VxD, (lm_head_VxD.shape[0], hidden_NxD.shape[1]))
-  return jax.lax.stop_gradient(reference.target_lse(
-      jax.lax.stop_gradient(hidden_NxD), jax.lax.stop_gradient(lm_head_VxD), chunk=chunk))
+  lse_N = dispatch(implementation, jax.lax.stop_gradient(hidden_NxD),
+                   jax.lax.stop_gradient(lm_head_VxD),
+                   reference=functools.partial(reference.target_lse, chunk=chunk))
+  return jax.lax.stop_gradient(lse_N)
 
 
 def _expect(name: str, array, shape) -> None:
@@ -135,27 +141,39 @@ def _check(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_Vd
     _expect("target_lse_N", target_lse_N, (N,))
 
 
+def _run(options, tokens: Tokens, lm_head_VdxD, w2_VdxR, keep_N, *, with_gradients: bool):
+  """`reference.terms_and_gradients` by the chosen implementation; options = (name, chunk)."""
+  implementation, chunk = options
+  run = functools.partial(reference.terms_and_gradients, with_gradients=with_gradients)
+  return dispatch(
+      implementation, tokens, lm_head_VdxD, w2_VdxR, keep_N,
+      reference=functools.partial(run, chunk=chunk),
+      kernels={"tpu": functools.partial(kernel_tpu.terms_and_gradients,
+                                        with_gradients=with_gradients)})
+
+
 # The differentiated arguments come first; everything after them is frozen.
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _per_token(chunk, hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N,
+def _per_token(options, hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N,
                target_lse_N):
   ones_N = jnp.ones(labels_N.shape, jnp.float32)
-  return reference.terms_and_gradients(
-      hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N, ones_N,
-      ones_N, chunk=chunk, with_gradients=False)[0][:3]
+  tokens = Tokens(hidden_NxD, bias_in_NxR, target_NxD, labels_N, ones_N, ones_N,
+                  target_lse_N=target_lse_N)
+  return _run(options, tokens, lm_head_VdxD, w2_VdxR, ones_N > 0, with_gradients=False)[0][:3]
 
 
-def _per_token_forward(chunk, *args):
-  return _per_token(chunk, *args), args
+def _per_token_forward(options, *args):
+  return _per_token(options, *args), args
 
 
-def _per_token_backward(chunk, args, cotangents):
+def _per_token_backward(options, args, cotangents):
   hidden_NxD, bias_in_NxR, w2_VdxR, target_NxD, lm_head_VdxD, labels_N, target_lse_N = args
   d_ce_N, d_tv_N, _ = cotangents  # accept is detached
-  _, d_hidden, d_bias_in, d_w2, _ = reference.terms_and_gradients(
-      hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N, d_ce_N,
-      d_tv_N, chunk=chunk, with_terms=False)
+  tokens = Tokens(hidden_NxD, bias_in_NxR, target_NxD, labels_N, d_ce_N, d_tv_N,
+                  target_lse_N=target_lse_N)
+  _, d_hidden, d_bias_in, d_w2, _ = _run(options, tokens, lm_head_VdxD, w2_VdxR,
+                                         jnp.ones(labels_N.shape, bool), with_gradients=True)
   return d_hidden, d_bias_in, d_w2, None, None, None, None
 
 
@@ -163,26 +181,25 @@ _per_token.defvjp(_per_token_forward, _per_token_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weighted(chunk, *args):
-  return _run_weighted(chunk, *args, with_gradients=False)[0]
+def _weighted(options, *args):
+  return _run_weighted(options, *args, with_gradients=False)[0]
 
 
-def _run_weighted(chunk, hidden_NxD, bias_in_NxR, w2_VdxR, copy_bias_N, copy_index_N, target_NxD,
+def _run_weighted(options, hidden_NxD, bias_in_NxR, w2_VdxR, copy_bias_N, copy_index_N, target_NxD,
                   lm_head_VdxD, labels_N, target_lse_N, ce_weights_N, tv_weights_N, kl_weights_N,
                   keep_N, *, with_gradients: bool = True):
   """Returns ((loss, terms), gradients of the first four)."""
-  copy_N = None if copy_index_N is None else (copy_index_N, copy_bias_N)
-  terms, *gradients = reference.terms_and_gradients(
-      hidden_NxD, target_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N, target_lse_N,
-      ce_weights_N, tv_weights_N, kl_weights_N, copy_N, keep_N=keep_N, chunk=chunk,
-      with_gradients=with_gradients)
+  tokens = Tokens(hidden_NxD, bias_in_NxR, target_NxD, labels_N, ce_weights_N, tv_weights_N,
+                  kl_weights_N, target_lse_N, copy_index_N, copy_bias_N)
+  terms, *gradients = _run(options, tokens, lm_head_VdxD, w2_VdxR, keep_N,
+                           with_gradients=with_gradients)
   loss = jnp.sum(ce_weights_N * terms[0]) + jnp.sum(tv_weights_N * terms[1])
   if kl_weights_N is not None:
     loss = loss + jnp.sum(kl_weights_N * terms[3])
   return (loss, terms), gradients
 
 
-def _weighted_backward(chunk, gradients, cotangents):
+def _weighted_backward(options, gradients, cotangents):
   scale = cotangents[0]  # the terms are detached
   scaled = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
   return *scaled, *(None,) * 9

@@ -1,13 +1,37 @@
 """Plain jnp: the definition of the distillation loss, and the fast path on CPU.
 
-One chunk of tokens at a time: [C, Vd] logits live only inside a loop body. Draft logits and
-bias are one product, [hidden; bias_in] @ [lm_head; w2].T, and so are their gradients.
+One chunk of tokens at a time: [C, Vd] logits live only inside a loop body. `terms_and_gradients`
+is that loop; what it does with one chunk (`run_chunk`) is what a kernel replaces.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-CHUNK = 256  # tokens; 256 x 8192 float32 = 8 MB a buffer, and the products are at full speed
+CHUNK = 128  # tokens; the products are at full speed, and [C, Vd] buffers are the peak of memory
+
+
+class Tokens(NamedTuple):
+  """What belongs to single tokens: N of them, or the C of one chunk.
+
+  Weights d_ce, d_tv, d_kl (float32) are the gradients of the result by each term. Without `d_kl_N`
+  the KL term is left out; `target_lse_N` and the copies are optional too.
+  """
+  hidden_NxD: jax.Array
+  bias_in_NxR: jax.Array
+  target_NxD: jax.Array
+  labels_N: jax.Array
+  d_ce_N: jax.Array
+  d_tv_N: jax.Array
+  d_kl_N: jax.Array | None = None
+  target_lse_N: jax.Array | None = None
+  copy_index_N: jax.Array | None = None
+  copy_bias_N: jax.Array | None = None
+
+
+# What fills up the last chunk: a label and a copy outside the vocabulary, zeros elsewhere.
+FILL = Tokens(0, 0, 0, -1, 0, 0, 0, 0, -1, 0)
 
 
 def _sum_rows(x_CxV: jax.Array) -> jax.Array:
@@ -35,20 +59,20 @@ def _logits(x_CxD: jax.Array, w_VxD: jax.Array) -> jax.Array:
                              preferred_element_type=jnp.float32)
 
 
-def _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C, copy_C, *, with_kl: bool):
-  """Returns (terms (ce, tv, accept, kl), what the gradient needs) of one chunk.
-
-  x = [draft hidden; bias input], joint = [LM head; w2], so E = D + R.
-  """
-  logits_CxVd = _logits(x_CxE, joint_VdxE)
-  if copy_C is not None:
-    index_C, bias_C = copy_C
+def _chunk_laws(tokens: Tokens, head_VdxD, w2_VdxR):
+  """Returns (terms (ce, tv, accept, kl), the two laws) of one chunk."""
+  logits_CxVd = _logits(tokens.hidden_NxD, head_VdxD)
+  if w2_VdxR.shape[1]:
+    logits_CxVd = logits_CxVd + _logits(tokens.bias_in_NxR, w2_VdxR)
+  if tokens.copy_index_N is not None:
+    index_C = tokens.copy_index_N
     logits_CxVd = logits_CxVd.at[jnp.arange(index_C.shape[0]), jnp.maximum(index_C, 0)].add(
-        jnp.where(index_C >= 0, bias_C, 0.0))
+        jnp.where(index_C >= 0, tokens.copy_bias_N, 0.0))
   draft_lse_C = _log_sum_exp(logits_CxVd)
   draft_CxVd = jnp.exp(logits_CxVd - draft_lse_C[:, None])
-  target_logits_CxVd = _logits(target_CxD, joint_VdxE[:, :target_CxD.shape[1]])
+  target_logits_CxVd = _logits(tokens.target_NxD, head_VdxD)
   outside_C = jnp.zeros_like(draft_lse_C)
+  target_lse_C = tokens.target_lse_N
   if target_lse_C is None:
     target_lse_C = _log_sum_exp(target_logits_CxVd)
     target_CxVd = jnp.exp(target_logits_CxVd - target_lse_C[:, None])
@@ -57,27 +81,28 @@ def _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C, copy_C, *
     outside_C = jnp.maximum(1.0 - _sum_rows(target_CxVd), 0.0)
   gap_CxVd = draft_CxVd - target_CxVd
   tv_C = _sum_rows(jnp.abs(gap_CxVd)) + outside_C
+  labels_C = tokens.labels_N
   label_logit_C = jnp.take_along_axis(
       logits_CxVd, jnp.maximum(labels_C, 0)[:, None], axis=1)[:, 0]
   ce_C = jnp.where(labels_C >= 0, draft_lse_C - label_logit_C, 0.0)
   kl_C = jnp.zeros_like(ce_C)
-  if with_kl:
+  if tokens.d_kl_N is not None:
     log_ratio_CxVd = target_logits_CxVd - logits_CxVd - (target_lse_C - draft_lse_C)[:, None]
     kl_C = _sum_rows(target_CxVd * log_ratio_CxVd)
   return (ce_C, tv_C, 1.0 - 0.5 * tv_C, kl_C), (draft_CxVd, target_CxVd)
 
 
-def _chunk_gradients(saved, x_CxE, joint_VdxE, labels_C, d_ce_C, d_tv_C, d_kl_C, copy_C,
-                     num_head_columns):
-  """Gradients of sum(d_ce * ce + d_tv * tv + d_kl * kl): (d x_CxE, d w2_VdxR, d copy_bias_C).
+def _chunk_gradients(laws, tokens: Tokens, head_VdxD, w2_VdxR):
+  """Gradients of sum(d_ce * ce + d_tv * tv + d_kl * kl): d (hidden, bias_in, copy_bias, w2).
 
   d tv / d logit_v = p_v (s_v - sum_u p_u s_u), s = sign(p_d - p_t), 0 where they are equal;
   d ce / d logit_v = p_v - [v = label], nothing where the label is outside;
-  d kl / d logit_v = p_v sum_u q_u - q_v, q the target's law. d_kl_C is None without that term.
+  d kl / d logit_v = p_v sum_u q_u - q_v, q the target's law.
   """
-  draft_CxVd, target_CxVd = saved
+  draft_CxVd, target_CxVd = laws
+  d_tv_C, d_kl_C = tokens.d_tv_N, tokens.d_kl_N
   sign_CxVd = jnp.sign(draft_CxVd - target_CxVd)
-  d_ce_C = jnp.where(labels_C >= 0, d_ce_C, 0.0)
+  d_ce_C = jnp.where(tokens.labels_N >= 0, tokens.d_ce_N, 0.0)
   mean_sign_C = _sum_rows(draft_CxVd * sign_CxVd)
   coefficient_C = d_ce_C - d_tv_C * mean_sign_C
   if d_kl_C is not None:
@@ -85,29 +110,43 @@ def _chunk_gradients(saved, x_CxE, joint_VdxE, labels_C, d_ce_C, d_tv_C, d_kl_C,
   d_logits_CxVd = draft_CxVd * (d_tv_C[:, None] * sign_CxVd + coefficient_C[:, None])
   if d_kl_C is not None:
     d_logits_CxVd = d_logits_CxVd - d_kl_C[:, None] * target_CxVd
-  row_C = jnp.arange(labels_C.shape[0])
-  d_logits_CxVd = d_logits_CxVd.at[row_C, jnp.maximum(labels_C, 0)].add(-d_ce_C)
+  row_C = jnp.arange(d_ce_C.shape[0])
+  d_logits_CxVd = d_logits_CxVd.at[row_C, jnp.maximum(tokens.labels_N, 0)].add(-d_ce_C)
   d_bias_C = None
-  if copy_C is not None:
-    index_C, _ = copy_C
+  if tokens.copy_index_N is not None:
+    index_C = tokens.copy_index_N
     d_bias_C = jnp.where(index_C >= 0, d_logits_CxVd[row_C, jnp.maximum(index_C, 0)], 0.0)
-  d_logits_CxVd = d_logits_CxVd.astype(x_CxE.dtype)
-  d_x_CxE = jnp.dot(d_logits_CxVd, joint_VdxE, preferred_element_type=jnp.float32)
-  d_w2_VdxR = jax.lax.dot_general(d_logits_CxVd, x_CxE[:, num_head_columns:],
-                                  (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-  return d_x_CxE, d_w2_VdxR, d_bias_C
+  d_logits_CxVd = d_logits_CxVd.astype(head_VdxD.dtype)
+  d_hidden_CxD = jnp.dot(d_logits_CxVd, head_VdxD, preferred_element_type=jnp.float32)
+  d_bias_in_CxR = jnp.dot(d_logits_CxVd, w2_VdxR, preferred_element_type=jnp.float32)
+  d_w2_VdxR = jax.lax.dot_general(d_logits_CxVd, tokens.bias_in_NxR, (((0,), (0,)), ((), ())),
+                                  preferred_element_type=jnp.float32)
+  return d_hidden_CxD, d_bias_in_CxR, d_bias_C, d_w2_VdxR
 
 
-def _split(array_Nx, chunk: int, fill=0):
+def run_chunk(tokens: Tokens, head_VdxD, w2_VdxR, d_w2_VdxR, *, with_gradients: bool):
+  """Returns (d_w2 + this chunk's, ((ce, tv, accept, kl), d hidden, d bias_in, d copy_bias)).
+
+  Gradients are None unless wanted, that of the copy bias also without copies.
+  """
+  terms, laws = _chunk_laws(tokens, head_VdxD, w2_VdxR)
+  if not with_gradients:
+    return d_w2_VdxR, (terms, None, None, None)
+  *gradients, more_VdxR = _chunk_gradients(laws, tokens, head_VdxD, w2_VdxR)
+  return d_w2_VdxR + more_VdxR, (terms, *gradients)
+
+
+def _split(array_Nx, chunk: int, fill):
   """[N, ...] -> [N / chunk, chunk, ...], the last chunk filled up."""
   missing = -array_Nx.shape[0] % chunk
   pad = [(0, missing)] + [(0, 0)] * (array_Nx.ndim - 1)
   array_Nx = jnp.pad(array_Nx, pad, constant_values=fill)
-  return array_Nx.reshape(-1, chunk, *array_Nx.shape[1:])
+  return array_Nx.reshape(array_Nx.shape[0] // chunk, chunk, *array_Nx.shape[1:])
 
 
-def _join(array_CxCx, length: int):
-  return array_CxCx.reshape(-1, *array_CxCx.shape[2:])[:length]
+def _join(array_KxCx, length: int):
+  K, C, *rest = array_KxCx.shape
+  return array_KxCx.reshape(K * C, *rest)[:length]
 
 
 def _run_chunks(one_chunk, carry, xs, keep_KxC):
@@ -122,68 +161,37 @@ def _run_chunks(one_chunk, carry, xs, keep_KxC):
   return jax.lax.scan(body, carry, (keep_KxC, xs))
 
 
-def _joint(hidden_NxD, bias_in_NxR, lm_head_VdxD, w2_VdxR):
-  """Appends the bias input to the hidden state and w2 to the LM head, in the hidden's dtype."""
-  dtype = hidden_NxD.dtype
-  x_NxE = jnp.concatenate([hidden_NxD, bias_in_NxR.astype(dtype)], axis=1)
-  joint_VdxE = jnp.concatenate([lm_head_VdxD.astype(dtype), w2_VdxR.astype(dtype)], axis=1)
-  return x_NxE, joint_VdxE
-
-
-def _scan_terms(x_NxE, joint_VdxE, target_NxD, labels_N, target_lse_N, d_ce_N, d_tv_N, d_kl_N,
-                keep_N, copy_N, chunk, with_terms: bool, with_gradients: bool):
-  """The one loop: per-token terms and, with gradients, (d x, d copy_bias, d w2)."""
-  num_tokens, num_head_columns = target_NxD.shape
-  rank = x_NxE.shape[1] - num_head_columns
-  xs = (_split(x_NxE, chunk), _split(target_NxD.astype(x_NxE.dtype), chunk),
-        _split(labels_N, chunk, -1), _split(d_ce_N, chunk), _split(d_tv_N, chunk),
-        None if d_kl_N is None else _split(d_kl_N, chunk),
-        None if target_lse_N is None else _split(target_lse_N, chunk),
-        None if copy_N is None else (_split(copy_N[0], chunk, -1), _split(copy_N[1], chunk)))
-
-  def one_chunk(d_w2_VdxR, item):
-    x_CxE, target_CxD, labels_C, d_ce_C, d_tv_C, d_kl_C, target_lse_C, copy_C = item
-    terms, saved = _chunk_laws(x_CxE, target_CxD, joint_VdxE, labels_C, target_lse_C, copy_C,
-                               with_kl=d_kl_C is not None)
-    d_x_CxE = d_bias_C = None
-    if with_gradients:
-      d_x_CxE, more, d_bias_C = _chunk_gradients(saved, x_CxE, joint_VdxE, labels_C, d_ce_C, d_tv_C,
-                                       d_kl_C, copy_C, num_head_columns)
-      d_w2_VdxR = d_w2_VdxR + more
-    return d_w2_VdxR, (terms if with_terms else None, d_x_CxE, d_bias_C)
-
-  carry = jnp.zeros((joint_VdxE.shape[0], rank if with_gradients else 0), jnp.float32)
-  d_w2_VdxR, per_token = _run_chunks(one_chunk, carry, xs, _split(keep_N, chunk, False))
-  return *jax.tree.map(lambda a: _join(a, num_tokens), per_token), d_w2_VdxR
-
-
-def terms_and_gradients(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR,
-                        labels_N, target_lse_N, d_ce_N, d_tv_N, d_kl_N=None, copy_N=None, *,
-                        chunk: int, keep_N=None, with_terms: bool = True,
-                        with_gradients: bool = True):
+def terms_and_gradients(tokens: Tokens, lm_head_VdxD, w2_VdxR, keep_N, *, chunk: int,
+                        with_gradients: bool = True, run_chunk=run_chunk):
   """Returns ((ce_N, tv_N, accept_N, kl_N), d hidden, d bias_in, d w2, d copy bias).
 
-  d_kl_N = None leaves the KL term out (kl_N is 0 then); copy_N is (index_N, bias_N) or None.
+  Products are in the dtype of the hidden states, sums in float32. Terms of tokens outside keep_N
+  (bool [N]) are undefined, their gradients zero if their weights are. `run_chunk` is that of this
+  file or a kernel's of its signature.
   """
-  x_NxE, joint_VdxE = _joint(draft_hidden_NxD, bias_in_NxR, lm_head_VdxD, w2_VdxR)
-  if keep_N is None:
-    keep_N = jnp.ones(labels_N.shape, bool)
-  tokens = (x_NxE, target_hidden_NxD, labels_N, target_lse_N, d_ce_N, d_tv_N, d_kl_N, keep_N,
-            copy_N)
+  dtype, num_tokens = tokens.hidden_NxD.dtype, tokens.labels_N.shape[0]
+  given = tokens
+  tokens = tokens._replace(bias_in_NxR=tokens.bias_in_NxR.astype(dtype),
+                           target_NxD=tokens.target_NxD.astype(dtype))
+  head_VdxD, rows_VdxR = lm_head_VdxD.astype(dtype), w2_VdxR.astype(dtype)
+  chunk = min(chunk, max(num_tokens, 1))
   # Dropped tokens go to the end, where whole chunks of them are skipped.
   order_N = jnp.argsort(~keep_N, stable=True)
-  x_NxE, target_NxD, *rest = jax.tree.map(lambda a: a[order_N], tokens)
-  terms, d_x_NxE, d_bias_N, d_w2_VdxR = _scan_terms(
-      x_NxE, joint_VdxE, target_NxD, *rest, min(chunk, max(labels_N.shape[0], 1)), with_terms,
-      with_gradients)
+  tokens, keep_N = jax.tree.map(lambda a: a[order_N], (tokens, keep_N))
+  xs = Tokens(*(None if a is None else _split(a, chunk, f) for a, f in zip(tokens, FILL)))
+
+  def one_chunk(d_w2_VdxR, x):
+    return run_chunk(x, head_VdxD, rows_VdxR, d_w2_VdxR, with_gradients=with_gradients)
+
+  carry = jnp.zeros(w2_VdxR.shape if with_gradients else (0, 0), jnp.float32)
+  d_w2_VdxR, per_token = _run_chunks(one_chunk, carry, xs, _split(keep_N, chunk, False))
   back_N = jnp.argsort(order_N)
-  terms, d_x_NxE, d_bias_N = jax.tree.map(lambda a: a[back_N], (terms, d_x_NxE, d_bias_N))
+  terms, d_hidden, d_bias_in, d_copy = jax.tree.map(
+      lambda a: _join(a, num_tokens)[back_N], per_token)
   if not with_gradients:
     return terms, None, None, None, None
-  num_columns = draft_hidden_NxD.shape[1]
-  return (terms, d_x_NxE[:, :num_columns].astype(draft_hidden_NxD.dtype),
-          d_x_NxE[:, num_columns:].astype(bias_in_NxR.dtype), d_w2_VdxR.astype(w2_VdxR.dtype),
-          d_bias_N)
+  return (terms, d_hidden.astype(dtype), d_bias_in.astype(given.bias_in_NxR.dtype),
+          d_w2_VdxR.astype(w2_VdxR.dtype), d_copy)
 
 
 def target_lse(hidden_NxD, lm_head_VxD, *, chunk: int):

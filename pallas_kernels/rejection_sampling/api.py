@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
+from pallas_kernels.rejection_sampling.kernel_gpu import rejection_sampling_gpu
+from pallas_kernels.rejection_sampling.kernel_tpu import rejection_sampling_tpu
 from pallas_kernels.rejection_sampling.reference import rejection_sampling_reference
 
 
@@ -68,6 +70,8 @@ def rejection_sampling(
     noise_words_BxWx2,
     draft_ids,
     reference=rejection_sampling_reference,
+    kernels={"tpu": rejection_sampling_tpu},
+    on_request={"cuda": rejection_sampling_gpu},
   )
 
 

@@ -67,7 +67,7 @@ class ScriptedProposer:
     is_token_BxGxV = tokens_BxG[..., None] == jnp.arange(VOCAB)[None, None]
     confidence_BxG = (slots_G < at("sure_BxS", anchor_positions_B[:, None])).astype(jnp.float32)
     return Proposal(tokens_BxG, jnp.where(is_token_BxGxV, 0.0, -jnp.inf), confidence_BxG,
-                    confidence_BxG)
+                    jnp.where(confidence_BxG > 0, jnp.inf, -jnp.inf))
 
 
 def script(sequences, *, right=99, sure=99, slots: int = 256):

@@ -13,6 +13,7 @@ import pytest
 from dspark_jax.decode import loop
 from dspark_jax.decode.state import Frame
 from dspark_jax.sampling import make_sampling_params
+from dspark_jax.scheduler import policies
 from dspark_jax.verification import commit as commit_lib
 from tests.decode import cases
 from tests.target import cases as target_cases
@@ -24,10 +25,10 @@ NUM_SLOTS = 192  # a number that nothing else in the program has
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def count_cache_copies(batch: int) -> int:
+def count_cache_copies(batch: int, **ragged) -> int:
   """Compiles the loop for an 8-layer toy and counts copies of a whole layer's keys or values."""
   config, target_params = target_cases.make_target("qwen3", num_hidden_layers=NUM_LAYERS)
-  frame = Frame(config, cases.ScriptedProposer(2))
+  frame = Frame(config, cases.ScriptedProposer(2), **ragged)
   params = {"target": target_params, "drafter": cases.script([[0]] * batch), "borrowed": {}}
   state = jax.eval_shape(lambda: loop.prefill(
       frame, params, jnp.zeros((batch, 64), jnp.int32), jnp.full((batch,), 5),
@@ -45,6 +46,12 @@ def count_cache_copies(batch: int) -> int:
 def test_rounds_copy_no_layer_of_the_cache(batch):
   """On CPU 4 copies of one layer's arrays remain, whatever the number of layers."""
   assert count_cache_copies(batch) <= 4
+
+
+def test_buckets_copy_no_layer_of_the_cache():
+  """Branches of the switch read the caches and return the new rows alone."""
+  ladder = ((4, 1), (8, 3), (12, 3))
+  assert count_cache_copies(4, policy=policies.ConfidenceThreshold(0.5), ladder=ladder) <= 4
 
 
 def test_the_count_sees_copies(monkeypatch):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from dspark_jax.decode import loop
-from dspark_jax.drafter import drafting
 from dspark_jax.drafter.small_model import SmallModelProposer
 from dspark_jax.sampling import make_sampling_params
 from dspark_jax.scheduler.policies import ConfidenceThreshold, FixedLength
@@ -159,7 +158,7 @@ class Liar(SmallModelProposer):
 
   def propose(self, *args, **kwargs):
     honest = super().propose(*args, **kwargs)
-    return drafting.make_proposal(honest.tokens_BxG, 0.1 * honest.draft_logits_BxGxV)
+    return honest.replace(draft_logits_BxGxV=0.1 * honest.draft_logits_BxGxV)
 
 
 def test_a_wrong_law_is_caught():

@@ -1,0 +1,159 @@
+"""Measures the step curve: milliseconds of the real draft step and of the real verify step.
+
+What is timed is the jitted code that rounds run: `propose`, and judging and committing in each
+bucket of the ladder, caches donated as in a generation.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import statistics
+import time
+from typing import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.decode import judge as judge_lib
+from dspark_jax.decode import loop
+from dspark_jax.decode import step as step_lib
+from dspark_jax.decode.state import DecodeState, Frame
+from dspark_jax.sampling import make_sampling_params
+from dspark_jax.scheduler import policies, step_table
+from dspark_jax.scheduler.step_curve import StepCurve, Timings, make_step_curve
+from dspark_jax.scheduler.step_table import StepTable
+from dspark_jax.verification import pack
+
+REPEATS = 5
+CONTEXT_TOKENS = 128  # committed tokens of every request while timing
+
+
+def measure_timings(frame: Frame, params, batch: int, *, context_tokens: int = CONTEXT_TOKENS,
+                    num_slots: int | None = None, temperature: float = 0.0,
+                    repeats: int = REPEATS) -> Timings:
+  """Times drafting, and every bucket of `frame.ladder`, for a batch size; compiles first.
+
+  Buckets take turns, so that a machine that drifts favours none; each number is a median.
+
+  Args:
+    frame: with a drafter, a policy and a ladder.
+    context_tokens: committed tokens of each request.
+    num_slots: of the caches, None = just enough; attention on CPU reads all of them.
+  """
+  if frame.drafter is None or frame.ladder is None:
+    raise ValueError("frame: found no drafter or no ladder, expected both to measure a step curve")
+  width = policies.max_verify_len(frame.policy, frame.proposal_len)
+  pack.check_ladder(frame.ladder, batch, width)
+  state = _make_state(frame, params, batch, context_tokens, num_slots, temperature)
+  draft = jax.jit(lambda params, state: step_lib.draft(frame, params, state))
+
+  def verify(params, state, proposal, lens_B, is_live_B):
+    live = state.replace(is_done_B=~is_live_B)
+    verified, bucket = judge_lib.judge(frame, params, live, proposal, lens_B,
+                                       step_lib.find_anchors(state))
+    after = step_lib.commit(frame, params, live, proposal, lens_B, verified)
+    # Every run starts from the same lengths.
+    return after.replace(lens_B=state.lens_B, is_done_B=state.is_done_B), bucket
+
+  verify = jax.jit(verify, donate_argnums=1)
+  fills = [_fill_bucket(batch, shape) for shape in frame.ladder]
+  draft_ms, verify_ms = [], [[] for _ in fills]
+  for repeat in range(repeats + 1):  # the first compiles and is dropped
+    seconds, proposal = _time(lambda: draft(params, state))
+    draft_ms.append(1e3 * seconds)
+    for n, (lens_B, is_live_B) in enumerate(fills):
+      seconds, (state, bucket) = _time(lambda: verify(params, state, proposal, lens_B, is_live_B))
+      if int(bucket) != n:
+        raise ValueError(f"ladder: bucket {frame.ladder[n]} can never be used, for "
+                         f"{frame.ladder[int(bucket)]} comes first and holds as much")
+      verify_ms[n].append(1e3 * seconds)
+  median = lambda ms: round(statistics.median(ms[1:]), 4)
+  return Timings(frame.ladder, tuple(median(ms) for ms in verify_ms), median(draft_ms))
+
+
+def describe(frame: Frame, name: str) -> dict[str, str]:
+  """Returns what a step curve is a property of, for `step_table`."""
+  bare = dataclasses.replace(frame, policy=None, estimator=None, ladder=None)
+  shape = hashlib.sha256(repr(bare).encode()).hexdigest()[:12]
+  device = jax.devices()[0]
+  kind = device.device_kind
+  if device.platform == "cpu":
+    kind = f"{kind} ({os.cpu_count()} cores)"
+  versions = [f"{p} {importlib.metadata.version(p)}" for p in ("jax", "jaxlib")]
+  return dict(device=kind, model=f"{name} {shape}", dtype=frame.dtype,
+              versions=", ".join(versions))
+
+
+def load_or_measure(frame: Frame, params, batch: int, *, name: str,
+                    directory: str | pathlib.Path, measure: Callable[..., Timings] =
+                    measure_timings, **options) -> Timings:
+  """Returns timings from the cache in `directory`, or measures them and writes them there.
+
+  A file is named after device, model, dtype, versions, batch and ladder; one that does not fit what
+  it is named after was edited or moved, and is refused.
+  """
+  about = describe(frame, name)
+  key = hashlib.sha256(repr((sorted(about.items()), batch, frame.ladder)).encode()).hexdigest()
+  path = pathlib.Path(directory) / f"step_curve_{key[:16]}.txt"
+  if path.is_file():
+    return step_table.choose_timings(step_table.read_table(path), about=about, batch=batch,
+                                     ladder=frame.ladder)
+  timings = measure(frame, params, batch, **options)
+  step_table.write_table(path, StepTable(about | {
+      "measured": time.strftime("%Y-%m-%d %H:%M:%S")}, {batch: timings}))
+  return timings
+
+
+def prepare_batch(frame: Frame, params, batch: int, *, name: str,
+                  directory: str | pathlib.Path) -> tuple[Frame, StepCurve | None]:
+  """Returns the frame with what its policy needs for a batch size: a ladder, and a step curve.
+
+  A policy whose verify lengths vary gets buckets, unless the frame has a ladder; an adaptive one
+  gets the curve, measured now if it never was.
+  """
+  is_adaptive = policies.is_adaptive(frame.policy)
+  if frame.drafter is None or not (
+      is_adaptive or isinstance(frame.policy, policies.ConfidenceThreshold)):
+    return frame, None
+  if frame.ladder is None:
+    width = policies.max_verify_len(frame.policy, frame.proposal_len)
+    frame = dataclasses.replace(frame, ladder=pack.make_ladder(batch, width))
+  if not is_adaptive:
+    return frame, None
+  return frame, make_step_curve(load_or_measure(frame, params, batch, name=name,
+                                                directory=directory))
+
+
+def _make_state(frame: Frame, params, batch, context_tokens, num_slots, temperature) -> DecodeState:
+  """A batch that has `context_tokens` of some text; what text does not matter for time."""
+  bare = dataclasses.replace(frame, policy=None, estimator=None, ladder=None)
+  tokens = np.random.default_rng(0).integers(0, frame.target.vocab_size, context_tokens - 1)
+  state = loop.start(
+      bare, params, [tokens.tolist()] * batch, max_new_tokens=max(
+          frame.slack + 1, 0 if num_slots is None else num_slots - context_tokens),
+      sampling=make_sampling_params(batch, temperature=temperature, seed=np.arange(batch)))
+  # It must not matter whether the first token happened to end a request.
+  return state.replace(is_done_B=jnp.zeros(batch, bool))
+
+
+def _fill_bucket(batch: int, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+  """Returns verify lengths and live requests that just fill a bucket."""
+  tokens, rows = shape
+  num_live = min(batch, tokens)
+  left, lens = tokens - num_live, np.zeros(batch, np.int32)
+  while left and (lens[:num_live] < rows - 1).any():
+    for b in range(num_live):
+      # The first request goes to the full width, so that no narrower bucket would do.
+      more = min(left, rows - 1 - lens[b], rows if b == 0 else 1)
+      lens[b] += more
+      left -= more
+  return jnp.asarray(lens), jnp.arange(batch) < num_live
+
+
+def _time(run: Callable):
+  start = time.perf_counter()
+  found = jax.block_until_ready(run())
+  return time.perf_counter() - start, found

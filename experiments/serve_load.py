@@ -1,0 +1,87 @@
+"""Measures an engine under load: closed loop of users, Poisson arrivals, or a trace of them.
+
+  python -m experiments.serve_load --config=configs/serve_load.py --config.prompts=DIRECTORY
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+
+import jax
+
+from dspark_jax import DSpark
+from dspark_jax.metrics import load_plots
+from dspark_jax.metrics.load_report import find_at_speed, format_load_table
+from dspark_jax.serving import load
+from dspark_jax.serving.engine import Engine, EngineOptions
+from dspark_jax.serving.overhead import measure_overhead
+from experiments import _cli, _timing
+from experiments._serving import make_engines, make_jobs, run_turns
+
+
+def measure_open(model: DSpark, config, jobs) -> list:
+  """Returns reports of the open loops: one for each rate, and one for the trace."""
+  loads = {rate: (load.poisson_times(rate, config.num_arrivals, seed=config.seed),
+                  list(itertools.islice(itertools.cycle(jobs), config.num_arrivals)))
+           for rate in config.rates}
+  if config.trace:
+    times_s, arrivals = load.read_trace(config.trace, [job["prompt"] for job in jobs],
+                                        stop_ids=model.stop_ids)
+    loads[len(times_s) / max(times_s[-1], 1e-9)] = times_s, arrivals
+  engines = make_engines(model, config, batch=config.open_slots) if loads else {}
+  return [report for rate, (times_s, arrivals) in loads.items() for report in run_turns(
+      engines, lambda e, t=times_s, a=arrivals: load.run_open(e, a, t), load_value=rate,
+      repeats=config.repeats)]
+
+
+def measure_engine_overhead(model: DSpark, config, jobs) -> dict | None:
+  """Compares the engine's round with the bare step, every draft of every slot verified."""
+  if not config.overhead_slots:
+    return None
+  engine = Engine(model.frame, model.params, EngineOptions(
+      config.overhead_slots, config.max_len, tuple(config.prompt_buckets)))
+  prompts = [job["prompt"][:config.max_len // 2] for job in jobs]
+  found = measure_overhead(engine, prompts, num_rounds=config.overhead_rounds, repeats=5)
+  print(f"engine {found.engine_ms:.1f} ms a round, bare step {found.bare_ms:.1f} ms: "
+        f"{100 * found.share:+.1f} %", flush=True)
+  return dataclasses.asdict(found)
+
+
+def main(config):
+  out = _timing.prepare_directory(config.out)
+  _timing.use_compilation_cache(config.compilation_cache)
+  model = DSpark(config.target, config.draft_model, dtype=config.dtype)
+  model.step_curves = config.step_curves or model.step_curves
+  jobs, closed = make_jobs(model, config), []
+  result = dict(config=config.to_dict(), jax=jax.__version__, num_cpus=os.cpu_count(),
+                device=jax.devices()[0].device_kind)
+
+  def keep(**more):  # after each part, so that a run cut short leaves what it has
+    result.update(more)
+    (out / "serve_load.json").write_text(json.dumps(result, indent=1) + "\n")
+
+  keep(overhead=measure_engine_overhead(model, config, jobs))
+  for users in config.users:
+    engines = make_engines(model, config, batch=users)
+    closed += run_turns(engines, lambda e, n=users: load.run_closed(
+        e, itertools.cycle(jobs), num_users=n, num_measured=max(n, config.min_measured)),
+        load_value=users, repeats=config.repeats)
+    print(format_load_table(closed[-len(engines):], baseline="plain"), flush=True)
+    keep(closed=[dataclasses.asdict(r) for r in closed])
+    load_plots.plot_throughput_by_speed(closed, out / "throughput_by_speed.png",
+                                        speeds=config.speeds)
+    load_plots.plot_by_concurrency(closed, out / "by_concurrency.png")
+  print("\nclosed loop by users\n" + format_load_table(closed, baseline="plain"))
+  promises = {name: {f"{s:g}": find_at_speed([r for r in closed if r.method == name], s)
+                     for s in config.speeds} for name in dict.fromkeys(r.method for r in closed)}
+  print("\ntokens/s while every user gets", promises)
+  opened = measure_open(model, config, jobs)
+  if opened:
+    print("\nopen loop by requests per second\n" + format_load_table(opened, baseline="plain"))
+  keep(promises=promises, open=[dataclasses.asdict(r) for r in opened])
+  print(f"\n-> {out}")
+
+
+if __name__ == "__main__":
+  _cli.run(main, config="configs/serve_load.py")

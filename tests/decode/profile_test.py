@@ -1,0 +1,78 @@
+"""Measuring the step curve on a tiny model, and its cache."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from dspark_jax.decode import profile
+from dspark_jax.scheduler.policies import ConfidenceThreshold, EarlyStop, FixedLength
+from dspark_jax.scheduler.step_curve import Timings
+from dspark_jax.verification.pack import make_ladder
+from tests.decode import cases
+from tests.tiny import fast_compile  # noqa: F401
+
+LADDER = ((2, 1), (4, 2), (8, 4))
+
+
+def make_frame(ladder=LADDER, policy=EarlyStop()):
+  frame, params = cases.make_pair(3)
+  return dataclasses.replace(frame, policy=policy, ladder=ladder), params
+
+
+def test_every_bucket_is_measured():
+  frame, params = make_frame()
+  timings = profile.measure_timings(frame, params, 2, context_tokens=8, repeats=2)
+  assert timings.ladder == LADDER and len(timings.verify_ms) == 3
+  assert all(0 < ms < 1000 for ms in (*timings.verify_ms, timings.draft_ms))
+
+
+@pytest.mark.parametrize("batch, max_draft", [(1, 7), (4, 3), (32, 7), (5, 4)])
+def test_fills_reach_their_buckets(batch, max_draft):
+  """Every bucket of a default ladder is reached, and full but for rounding up."""
+  from dspark_jax.verification.pack import choose_bucket
+  ladder = make_ladder(batch, max_draft)
+  for n, (tokens, rows) in enumerate(ladder):
+    lens, is_live = profile._fill_bucket(batch, (tokens, rows))
+    assert int(choose_bucket(ladder, lens, is_live)) == n
+    assert int(np.where(is_live, lens + 1, 0).sum()) == tokens
+
+
+def test_a_bucket_that_is_never_used_is_refused():
+  frame, params = make_frame(((4, 4), (8, 3), (8, 4)))
+  with pytest.raises(ValueError, match=r"bucket \(8, 3\) can never be used"):
+    # The first bucket holds 4 tokens of any split, and 8 tokens never need only 3 rows of 2.
+    profile.measure_timings(frame, params, 2, context_tokens=8, repeats=1)
+
+
+def test_measured_once_and_refused_when_it_was_moved(tmp_path):
+  frame, params = make_frame()
+  calls = []
+
+  def measure(frame, params, batch):
+    calls.append(batch)
+    return Timings(frame.ladder, (1.0, 2.0, 3.0), .5)
+
+  load = lambda frame, **kw: profile.load_or_measure(
+      frame, params, 2, **(dict(name="tiny", directory=tmp_path, measure=measure) | kw))
+  assert load(frame) == load(frame) == Timings(LADDER, (1.0, 2.0, 3.0), .5)
+  assert calls == [2]
+  load(dataclasses.replace(frame, ladder=((2, 1), (4, 3), (8, 4))))  # another file
+  assert calls == [2, 2] and len(list(tmp_path.iterdir())) == 2
+  # Policy and estimator are no part of what was measured.
+  load(dataclasses.replace(frame, policy=FixedLength(3)))
+  assert calls == [2, 2]
+  for path in tmp_path.iterdir():
+    path.write_text(path.read_text().replace("# model: tiny", "# model: huge"))
+  with pytest.raises(ValueError, match="model: found 'huge"):
+    load(frame)
+
+
+def test_prepare_batch(tmp_path):
+  """Policies get what they need, and no more."""
+  frame, params = make_frame(ladder=None, policy=FixedLength(2))
+  prepare = lambda frame: profile.prepare_batch(frame, params, 2, name="x", directory=tmp_path)
+  assert prepare(frame) == (frame, None)
+  ragged, curve = prepare(dataclasses.replace(frame, policy=ConfidenceThreshold(.5, 2)))
+  assert ragged.ladder == make_ladder(2, 2) and curve is None
+  assert list(tmp_path.iterdir()) == []

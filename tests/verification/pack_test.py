@@ -1,0 +1,75 @@
+"""Packing: where every row goes, which bucket is taken, which ladders are refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.verification.pack import (check_ladder, choose_bucket, make_ladder, make_packing,
+                                          measure_padding)
+
+
+@pytest.mark.parametrize("batch, max_draft, sizes", [
+    (1, 7, [1, 2, 4, 8]), (1, 0, [1]), (2, 3, [2, 4, 8]), (4, 7, [4, 8, 16, 24, 32]),
+    (32, 7, [8, 16, 24, 32, 48, 64, 96, 128, 192, 256]), (3, 4, [3, 4, 8, 15])])
+def test_ladder(batch, max_draft, sizes):
+  ladder = make_ladder(batch, max_draft)
+  assert [tokens for tokens, _ in ladder] == sizes
+  check_ladder(ladder, batch, max_draft)
+  assert dict(ladder)[batch] == 1 or max_draft == 0  # plain decoding of the whole batch
+  assert ladder[-1] == (batch * (max_draft + 1), max_draft + 1)
+
+
+@pytest.mark.parametrize("ladder, name", [
+    ((), "found a last bucket"), (((4, 1), (8, 3)), "at least 8 tokens and 4 rows"),
+    (((4, 4), (7, 4)), "at least 8 tokens"), (((8, 4), (4, 4), (8, 4)), "growing"),
+    (((0, 1), (8, 4)), r"bucket \(0, 1\)"), (((2.0, 1), (8, 4)), r"bucket \(2.0, 1\)")])
+def test_bad_ladder(ladder, name):
+  with pytest.raises(ValueError, match=name):
+    check_ladder(ladder, 2, 3)
+  with pytest.raises(ValueError, match="batch: found 0"):
+    make_ladder(0, 3)
+
+
+def test_bucket_is_the_first_that_holds_tokens_and_rows():
+  ladder = ((2, 1), (4, 2), (6, 4), (8, 4))
+  for lens, is_live, expected in (
+      ([0, 0], [1, 1], 0), ([1, 0], [1, 1], 1), ([1, 1], [1, 1], 1), ([2, 0], [1, 1], 2),
+      ([3, 1], [1, 1], 2), ([3, 2], [1, 1], 3), ([3, 3], [1, 1], 3), ([3, 3], [0, 0], 0),
+      ([3, 0], [0, 1], 0), ([3, 3], [1, 0], 2)):
+    found = choose_bucket(ladder, jnp.array(lens), jnp.array(is_live, bool))
+    assert int(found) == expected and found.dtype == jnp.int32
+
+
+def test_padding_by_hand():
+  """Totals 2..8 in buckets of 2, 4, 8: 0, 1/4, 0, 3/8, 2/8, 1/8, 0."""
+  assert measure_padding(((2, 1), (4, 4), (8, 4)), 2) == pytest.approx(1 / 7)
+  assert measure_padding(make_ladder(32, 7), 32) < .15
+
+
+@pytest.mark.parametrize("lens, is_live, num_tokens", [
+    ([2, 6], [1, 1], 10),  # fault B25: widths 3 and 7, no rectangle
+    ([0, 5], [1, 1], 8), ([3, 0, 1, 2], [1, 0, 1, 1], 16), ([0, 0], [0, 0], 4), ([6], [1], 7)])
+def test_every_row_is_packed_once_and_comes_back(lens, is_live, num_tokens):
+  rows, batch = 7, len(lens)
+  packing = jax.jit(make_packing, static_argnames=("num_tokens", "num_rows"))(
+      jnp.array(lens), jnp.array(is_live, bool), num_tokens=num_tokens, num_rows=rows)
+  values = np.arange(1, batch * rows * 2 + 1, dtype=np.float32).reshape(batch, rows, 2)
+  packed = np.asarray(packing.pack(jnp.asarray(values)))
+  assert packed.shape == (1, num_tokens, 2)
+  expected = [values[b, w] for b in range(batch) if is_live[b] for w in range(lens[b] + 1)]
+  np.testing.assert_array_equal(packed[0, :len(expected)],
+                                np.reshape(expected, (len(expected), 2)))
+  packed[0, len(expected):] = np.nan  # padding slots reach nobody
+  back = packing.unpack(jnp.asarray(packed))
+  counts = (np.array(lens) + 1) * np.array(is_live)
+  exists = np.arange(rows)[None] < counts[:, None]
+  np.testing.assert_array_equal(back, np.where(exists[..., None], values, 0))
+
+
+def test_b13_one_requests_nan_stays_with_it():
+  packing = make_packing(jnp.array([1, 0, 2]), jnp.array([True, False, True]), num_tokens=8,
+                         num_rows=3)
+  x = jnp.zeros((1, 8, 1)).at[0, 0].set(jnp.nan)  # the anchor of request 0
+  np.testing.assert_array_equal(jnp.isnan(packing.unpack(x)).any(axis=(1, 2)),
+                                [True, False, False])
