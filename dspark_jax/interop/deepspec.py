@@ -135,9 +135,6 @@ def save_drafter(path: str | os.PathLike, config: DrafterConfig, params: Mapping
                   origin="arguments")
   tensors = {name: cast_tensor(name, x, dtype) for name, x in tensors.items()}
   tensors |= draft_id_tensors(config, draft_ids)
-  index = path / "model.safetensors.index.json"
-  if index.exists():
-    raise ValueError(f"{index}: found a sharded checkpoint, expected a directory without one")
   raw = config_to_deepspec(config, extra=extra)
   raw["dtype"] = str(next(iter(tensors.values())).dtype)
   write_checkpoint(path, raw, tensors)
@@ -334,6 +331,9 @@ def cast_tensor(name: str, value: np.ndarray, dtype) -> np.ndarray:
 def write_checkpoint(path: pathlib.Path, raw: Mapping[str, Any],
                      tensors: Mapping[str, np.ndarray]) -> None:
   """Writes both files aside, then moves them in; a directory without config.json never loads."""
+  index = path / "model.safetensors.index.json"
+  if index.exists():
+    raise ValueError(f"{index}: found a sharded checkpoint, expected a directory without one")
   path.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=path, prefix=".saving-") as aside:
     aside = pathlib.Path(aside)
