@@ -64,8 +64,8 @@ def _check(base_logits, w1, w2, first_token, words, temperature, kind, pre, cell
     raise ValueError(f"pre_GxBxE, cell_ExI: expected both with kind 'gated' or 'rnn' and neither "
                      f"with 'vanilla', found kind {kind!r}")
   if kind != "vanilla":
-    E, I = (R, R) if kind == "gated" else (3 * R, 2 * R)
-    expected += [("pre_GxBxE", pre, (G, B, E)), ("cell_ExI", cell, (E, I))]
+    E, X = (R, R) if kind == "gated" else (3 * R, 2 * R)
+    expected += [("pre_GxBxE", pre, (G, B, E)), ("cell_ExI", cell, (E, X))]
   for name, array, shape in expected:
     if array.shape != shape:
       raise ValueError(f"{name}: found shape {array.shape}, expected {shape}")
