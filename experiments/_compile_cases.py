@@ -51,7 +51,7 @@ def shape(*dims: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def build_rejection_sampling(implementation: str = "pallas", vocab: int = V, batch: int = B,
+def build_rejection_sampling(implementation: str = "auto", vocab: int = V, batch: int = B,
                              num_drafts: int = G):
   from pallas_kernels.rejection_sampling import rejection_sampling
 
