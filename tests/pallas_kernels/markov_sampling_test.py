@@ -36,9 +36,8 @@ over_all = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 @functools.cache
 def compile_walk(implementation, tiles=SMALL, kind="vanilla"):
-  with jax.default_matmul_precision("highest"):
-    return jax.jit(functools.partial(IMPLEMENTATIONS[implementation], tiles=tiles, kind=kind,
-                                     with_logits=True))
+  return jax.jit(functools.partial(IMPLEMENTATIONS[implementation], tiles=tiles, kind=kind,
+                                   with_logits=True))
 
 
 def make_case(G, B, V, R, kind="vanilla", *, seed=0, num_embeds=None, scale=1.0):
