@@ -1,4 +1,4 @@
-"""What calibration and the study of estimators share: rounds of a model that verifies everything."""
+"""What calibration and the study of estimators share: rounds in which every draft is verified."""
 
 from typing import Mapping
 
