@@ -6,32 +6,24 @@
 import json
 import pathlib
 
-from dspark_jax import DSpark
 from dspark_jax.decode.profile import describe
 from dspark_jax.decode.record import join_records
 from dspark_jax.metrics import plots
 from dspark_jax.metrics.reliability import (compare_calibration, compute_survival,
                                             format_calibration, make_diagram)
 from dspark_jax.scheduler.calibration import fit_sts, save_sts
-from dspark_jax.scheduler.policies import FixedLength
 from experiments import _cli, _records, _timing
 
 
 def main(config):
-  model = DSpark(config.target, config.draft_model, dtype=config.dtype)
-  proposer = model.frame.drafter
-  if proposer is None or not proposer.config.enable_confidence_head:
-    raise ValueError("draft_model: found no confidence head, expected a drafter with one")
+  model = _records.load_model(config)
   out = _timing.prepare_directory(config.out or model.drafter_directory)
-  model = model.with_policy(FixedLength(proposer.proposal_len))
-  options = dict(max_new_tokens=config.max_new_tokens, batch_size=config.batch_size,
-                 temperature=config.temperature, seed=config.seed)
   fit_prompts = _records.choose_mix(config.prompts, _records.read_mix(config.mix),
                                     seed=config.seed)
   test_prompts = _records.choose_mix(config.test_prompts, _records.read_mix(config.test_mix),
                                      seed=config.seed + 1, exclude=fit_prompts)
-  fit_records = join_records(list(_records.record(model, fit_prompts, **options).values()))
-  test_records = join_records(list(_records.record(model, test_prompts, **options).values()))
+  fit_records = join_records(list(_records.record(config, model, fit_prompts).values()))
+  test_records = join_records(list(_records.record(config, model, test_prompts).values()))
 
   fit = fit_sts(fit_records.logits_NxG, fit_records.num_accepted_N,
                 verify_lens_N=fit_records.verify_lens_N)
@@ -45,10 +37,10 @@ def main(config):
       print(f"draft {k + 1}: temperature left at 1 ({status})")
   diagrams = {
       title: [make_diagram(survival[:, k], test_records.num_accepted_N > k)
-              for k in range(proposer.proposal_len)]
+              for k in range(model.frame.proposal_len)]
       for title, survival in (
           ("held out, before", compute_survival(test_records.logits_NxG,
-                                                [1.0] * proposer.proposal_len)),
+                                                [1.0] * model.frame.proposal_len)),
           ("held out, after", compute_survival(test_records.logits_NxG, fit.temperatures)))}
   count = lambda groups: {domain: len(prompts) for domain, prompts in groups.items()}
   path = save_sts(

@@ -10,14 +10,13 @@ import pathlib
 
 import numpy as np
 
-from dspark_jax import DSpark
 from dspark_jax.decode.profile import load_or_measure
 from dspark_jax.decode.record import join_records
 from dspark_jax.decode.replay import Oracle, replay
 from dspark_jax.metrics.reliability import measure_reliability
 from dspark_jax.scheduler.calibration import fit_sts
 from dspark_jax.scheduler.estimator import OnlineLogistic, OnlineSts, TrainedHead
-from dspark_jax.scheduler.policies import EarlyStop, FixedLength
+from dspark_jax.scheduler.policies import EarlyStop
 from dspark_jax.scheduler.step_curve import make_step_curve
 from dspark_jax.verification.pack import make_ladder
 from experiments import _cli, _records, _timing
@@ -51,21 +50,15 @@ def measure(replayed, records, parts: dict[str, slice]) -> dict:
 
 
 def main(config):
-  model = DSpark(config.target, config.draft_model, dtype=config.dtype)
-  proposer = model.frame.drafter
-  if proposer is None or not proposer.config.enable_confidence_head:
-    raise ValueError("draft_model: found no confidence head, expected a drafter with one")
+  model = _records.load_model(config)
   out = pathlib.Path(config.out)
   _timing.prepare_directory(out.parent)
-  fixed = model.with_policy(FixedLength(proposer.proposal_len))
-  options = dict(max_new_tokens=config.max_new_tokens, batch_size=config.batch_size,
-                 temperature=config.temperature, seed=config.seed)
   fit_prompts = _records.choose_mix(config.prompts, _records.read_mix(config.fit_mix),
                                     seed=config.seed)
   stream_prompts = _records.choose_mix(config.prompts, _records.read_mix(config.stream_mix),
                                        seed=config.seed + 1, exclude=fit_prompts)
-  fit_records = join_records(list(_records.record(fixed, fit_prompts, **options).values()))
-  stream = _records.record(fixed, stream_prompts, **options)
+  fit_records = join_records(list(_records.record(config, model, fit_prompts).values()))
+  stream = _records.record(config, model, stream_prompts)
   fit = fit_sts(fit_records.logits_NxG, fit_records.num_accepted_N)
   print(f"STS on {fit.num_records} rounds of {config.fit_mix}: "
         + ", ".join(f"{t:.2f}" for t in fit.temperatures))
@@ -77,7 +70,7 @@ def main(config):
   policy = EarlyStop(may_skip_draft=False, fills_bucket=True)
   results = {}
   for num_requests in config.num_requests:
-    ladder = make_ladder(num_requests, proposer.proposal_len)
+    ladder = make_ladder(num_requests, model.frame.proposal_len)
     frame = dataclasses.replace(model.frame, policy=policy, ladder=ladder)
     curve = make_step_curve(load_or_measure(frame, model.params, num_requests, name=model.name,
                                             directory=model.step_curves))
