@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from configs import bench_schedule as bench_config
 from configs import calibrate as calibrate_config
 from configs import profile_step_curve as profile_config
 from configs import study_estimators as study_config
@@ -12,7 +13,8 @@ from dspark_jax.scheduler.calibration import load_sts
 from dspark_jax.scheduler.estimator import TrainedHead
 from dspark_jax.scheduler.policies import EarlyStop
 from dspark_jax.scheduler.step_table import read_table
-from experiments import _cli, _records, calibrate, profile_step_curve, study_estimators
+from experiments import (_cli, _records, bench_schedule, calibrate, profile_step_curve,
+                         study_estimators)
 from tests import tiny
 from tests.tiny import fast_compile  # noqa: F401
 
@@ -68,6 +70,20 @@ def test_step_curve_is_written(directories, tmp_path, capsys):
   assert list(table.timings) == [2] and table.timings[2].ladder == ((2, 1), (4, 3), (6, 3))
   assert (tmp_path / "o" / "curve_2.png").stat().st_size > 1000
   assert "2 requests: drafting" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_bench_of_policies(directories, tmp_path, capsys):
+  config = bench_config.get_config()
+  config.update(target=str(directories[0]), draft_model=str(directories[1]), max_new_tokens=6,
+                prompts=write_prompts(tmp_path), num_requests=(2,), max_draft_lens=(2,),
+                thresholds=(), repeats=1, out=str(tmp_path / "bench.json"))
+  bench_schedule.main(config)
+  rows = json.loads((tmp_path / "bench.json").read_text())["results"]["2"]
+  assert list(rows) == ["plain", "fixed 2", "early_stop", "lagged"]
+  assert all(row["identical"] == 2 for row in rows.values())
+  assert rows["plain"]["speed_up"] == 1 and rows["fixed 2"]["verified"] > 1
+  assert "padding" in capsys.readouterr().out
 
 
 @pytest.mark.slow
