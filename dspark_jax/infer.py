@@ -7,6 +7,9 @@ import os
 import sys
 
 from dspark_jax.api import DSpark, Generation
+from dspark_jax.scheduler.policies import EarlyStop, Lagged
+
+POLICIES = {"early_stop": EarlyStop, "lagged": Lagged}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -23,6 +26,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add("--max-draft-len", type=int, help="most drafts verified a round")
   add("--confidence-threshold", type=float, default=0.0,
       help="stop before the first draft below this confidence; 0 = off")
+  add("--policy", choices=tuple(POLICIES),
+      help="verify what pays by the measured step curve, instead of a fixed length or threshold")
   add("--temperature", type=float, default=0.0, help="0 = greedy")
   add("--top-k", type=int, default=0, help="0 = off")
   add("--top-p", type=float, default=1.0, help="1 = off")
@@ -58,6 +63,10 @@ def run(args: argparse.Namespace) -> None:
   model = DSpark(args.model, None if args.draft_model == "none" else args.draft_model,
                  max_draft_len=args.max_draft_len,
                  confidence_threshold=args.confidence_threshold, dtype=args.dtype)
+  if args.policy:
+    if args.confidence_threshold:
+      raise ValueError("--confidence-threshold: found with --policy, expected one of them")
+    model = model.with_policy(POLICIES[args.policy](max_draft=args.max_draft_len))
   options = dict(max_new_tokens=args.max_new_tokens, max_length=args.max_length,
                  temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
                  min_p=args.min_p, seed=args.seed, is_raw=args.raw)

@@ -3,7 +3,6 @@
   python -m experiments.bench_schedule --config=configs/bench_schedule.py
 """
 
-import dataclasses
 import json
 import pathlib
 import statistics

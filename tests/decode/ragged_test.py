@@ -1,4 +1,4 @@
-"""Ragged rounds against the rectangle: same tokens, same caches, whatever the lengths and buckets."""
+"""Ragged rounds against the rectangle: the same tokens and caches, whatever lengths and buckets."""
 
 import dataclasses
 
