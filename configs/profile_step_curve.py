@@ -2,8 +2,8 @@
 
   python -m experiments.profile_step_curve --config=configs/profile_step_curve.py
 
-Expected: for each batch size milliseconds of drafting and of each verify bucket; the table in `out`,
-one plot a batch size beside it. Decoding measures what it needs by itself; this shows it.
+Expected: for each batch size milliseconds of drafting and of each verify bucket; the table in
+`out`, one plot a batch size beside it. Decoding measures what it needs by itself; this shows it.
 """
 
 import ml_collections

@@ -7,6 +7,9 @@ import os
 import sys
 
 from dspark_jax.api import DSpark, Generation
+from dspark_jax.scheduler.policies import EarlyStop, Lagged
+
+POLICIES = {"early_stop": EarlyStop, "lagged": Lagged}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -26,6 +29,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
       help="stop before the first draft below this confidence; 0 = off")
   add("--accept-rule", default="token", choices=("token", "block"),
       help="both are exact; block accepts at least as many drafts (default: %(default)s)")
+  add("--policy", choices=tuple(POLICIES),
+      help="verify what pays by the measured step curve, instead of a fixed length or threshold")
   add("--temperature", type=float, default=0.0, help="0 = greedy")
   add("--top-k", type=int, default=0, help="0 = off")
   add("--top-p", type=float, default=1.0, help="1 = off")
@@ -62,6 +67,10 @@ def run(args: argparse.Namespace) -> None:
                  max_draft_len=args.max_draft_len,
                  confidence_threshold=args.confidence_threshold, accept_rule=args.accept_rule,
                  dtype=args.dtype)
+  if args.policy:
+    if args.confidence_threshold:
+      raise ValueError("--confidence-threshold: found with --policy, expected one of them")
+    model = model.with_policy(POLICIES[args.policy](max_draft=args.max_draft_len))
   options = dict(max_new_tokens=args.max_new_tokens, max_length=args.max_length,
                  temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
                  min_p=args.min_p, seed=args.seed, is_raw=args.raw)

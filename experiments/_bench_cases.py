@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import counter_rng
+from pallas_kernels.distillation_loss import weighted_distillation_loss
 from pallas_kernels.length_selection import length_selection
+from pallas_kernels.markov_sampling import markov_sampling
 from pallas_kernels.rejection_sampling import rejection_sampling
 
 
@@ -88,6 +90,52 @@ def bench_length_selection(*, batch: int, num_drafts: int):
   return (survival, curve), {"naive": jax.jit(naive)} | make_forms(call)
 
 
+def bench_markov_sampling(*, batch: int, vocab: int, num_drafts: int, rank: int):
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+  words = counter_rng.noise_words(jnp.arange(batch)[None], counter_rng.DRAFT, 0,
+                                  jnp.arange(num_drafts)[:, None])
+  args = (normal(num_drafts, batch, vocab), normal(vocab, rank), normal(vocab, rank),
+          jnp.zeros(batch, jnp.int32), words, jnp.ones(batch))
+
+  def naive(base, w1, w2, first_token, words, temperature):
+    """As usually written: slot by slot, a row of bias, one of probabilities, one of noise."""
+    tokens, logps, token = [], [], first_token
+    for g in range(num_drafts):
+      law = jax.nn.softmax((base[g] + w1[token] @ w2.T) / temperature[:, None], axis=-1)
+      noise = counter_rng.gumbel(words[g], jnp.arange(vocab))
+      token = jnp.argmax(jnp.log(law) + noise, axis=-1)
+      tokens.append(token)
+      logps.append(jnp.log(jnp.take_along_axis(law, token[:, None], axis=-1)[:, 0]))
+    return jnp.stack(tokens), jnp.stack(logps)
+
+  return args, {"naive": jax.jit(naive)} | make_forms(markov_sampling)
+
+
+def bench_distillation_loss(*, num_tokens: int, vocab: int, width: int, rank: int):
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+  args = (normal(num_tokens, width), normal(num_tokens, rank), normal(vocab, rank) / 20,
+          normal(num_tokens, width), normal(vocab, width) / 20,
+          jnp.asarray(rng.integers(0, vocab, num_tokens), jnp.int32), jnp.ones(num_tokens))
+  differentiate = functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
+
+  def call(*args, implementation):
+    def loss(hidden, bias_in, w2, target, head, labels, weights):
+      return weighted_distillation_loss(hidden, target, head, bias_in, w2, labels, weights, weights,
+                                        implementation=implementation)[0]
+    return differentiate(loss)(*args)
+
+  def naive(hidden, bias_in, w2, target, head, labels, weights):
+    """As usually written: every law of every token at once."""
+    log_draft = jax.nn.log_softmax(hidden @ head.T + bias_in @ w2.T)
+    tv = jnp.abs(jnp.exp(log_draft) - jax.nn.softmax(target @ head.T)).sum(axis=-1)
+    ce = -jnp.take_along_axis(log_draft, labels[:, None], axis=1)[:, 0]
+    return jnp.sum(weights * (ce + tv))
+
+  return args, {"naive": jax.jit(differentiate(naive))} | make_forms(call)
+
+
 def make_forms(call) -> dict[str, Callable]:
   """Returns the reference and the kernel of a function that takes `implementation`."""
   return {form: jax.jit(functools.partial(call, implementation=implementation))
@@ -100,4 +148,10 @@ BENCHES = {bench.name: bench for bench in (
            "default": dict(batch=64, vocab=151_936, num_drafts=7)}),
     Bench("length_selection", bench_length_selection,
           {"cpu": dict(batch=32, num_drafts=7), "default": dict(batch=512, num_drafts=16)}),
+    Bench("markov_sampling", bench_markov_sampling,
+          {"cpu": dict(batch=4, vocab=49_152, num_drafts=7, rank=64),
+           "default": dict(batch=64, vocab=151_936, num_drafts=7, rank=256)}),
+    Bench("distillation_loss", bench_distillation_loss,
+          {"cpu": dict(num_tokens=896, vocab=8192, width=576, rank=64),
+           "default": dict(num_tokens=896, vocab=151_936, width=2560, rank=256)}),
 )}

@@ -51,7 +51,7 @@ def shape(*dims: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def build_rejection_sampling(implementation: str = "pallas", vocab: int = V, batch: int = B,
+def build_rejection_sampling(implementation: str = "auto", vocab: int = V, batch: int = B,
                              num_drafts: int = G):
   from pallas_kernels.rejection_sampling import rejection_sampling
 
@@ -90,8 +90,7 @@ def build_markov_sampling(implementation: str = "pallas", resident_mib: int = 40
 
 # Of W1 only the rows of the tokens must move; counting it whole would flatter the kernel.
 MARKOV_FLOOR = G * B * V * 4 + V * R * 2
-# What a walk must move where nothing of W2 can stay on the chip: it once a slot.
-MARKOV_STREAM_FLOOR = G * (B * V * 4 + V * R * 2)
+# With 64 MiB of VMEM half of W2 is read again every slot: (350 + 6 * 38 MB) / 350 MB.
 LARGE_VMEM, SMALL_VMEM = ("v5e:2x2", "v6e:2x2"), ("v5p:2x2x1", "tpu7x:2x2x1")
 
 
@@ -172,7 +171,7 @@ CASES = {case.name: case for case in (
     Case("markov_sampling", lambda: build_markov_sampling(resident_mib=80),
          ci_targets=LARGE_VMEM, floor_bytes=MARKOV_FLOOR, max_ratio=1.2, max_temp_bytes=4 << 20),
     Case("markov_sampling, half resident", build_markov_sampling, ci_targets=SMALL_VMEM,
-         floor_bytes=MARKOV_STREAM_FLOOR, max_ratio=1.0, max_temp_bytes=4 << 20),
+         floor_bytes=MARKOV_FLOOR, max_ratio=1.75, max_temp_bytes=4 << 20),
     Case("markov_sampling, rnn, with logits", lambda: build_markov_sampling(
         kind="rnn", with_logits=True), ci_targets=("v5e:2x2",), max_temp_bytes=16 << 20),
     Case("markov_sampling, gated", lambda: build_markov_sampling(kind="gated"),

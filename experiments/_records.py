@@ -1,4 +1,4 @@
-"""What calibration and the study of estimators share: rounds of a model that verifies everything."""
+"""What calibration and the study of estimators share: rounds in which every draft is verified."""
 
 from typing import Mapping
 
@@ -9,6 +9,7 @@ from dspark_jax import DSpark
 from dspark_jax.decode import loop
 from dspark_jax.decode.record import Records, join_records, record_rounds
 from dspark_jax.sampling import make_sampling_params
+from dspark_jax.scheduler.policies import FixedLength
 from experiments import _timing
 
 
@@ -40,10 +41,18 @@ def choose_mix(path: str, mix: Mapping[str, int], *, seed: int,
   return {domain: prompts for domain, prompts in chosen.items() if prompts}
 
 
-def record(model: DSpark, domains: Mapping[str, list[dict]], *, max_new_tokens: int,
-           batch_size: int, temperature: float, seed: int) -> dict[str, Records]:
-  """Decodes prompts, every draft verified; returns {domain: full rounds}."""
-  frame, records = model.frame, {}
+def load_model(config) -> DSpark:
+  """Returns the model, every draft verified; refuses a drafter without a confidence head."""
+  model = DSpark(config.target, config.draft_model, dtype=config.dtype)
+  proposer = model.frame.drafter
+  if proposer is None or not proposer.config.enable_confidence_head:
+    raise ValueError("draft_model: found no confidence head, expected a drafter with one")
+  return model.with_policy(FixedLength(proposer.proposal_len))
+
+
+def record(config, model: DSpark, domains: Mapping[str, list[dict]]) -> dict[str, Records]:
+  """Decodes prompts as the config says; returns {domain: full rounds}."""
+  frame, records, batch_size, seed = model.frame, {}, config.batch_size, config.seed
   num = sum(len(prompts) for prompts in domains.values())
   with tqdm.tqdm(total=num, desc="decode", unit="answer") as bar:
     for domain, prompts in domains.items():
@@ -52,10 +61,10 @@ def record(model: DSpark, domains: Mapping[str, list[dict]], *, max_new_tokens: 
         ids = [model.encode(p["messages"]) for p in prompts[start:start + batch_size]]
         # A short last batch is filled up, so that no second shape is compiled.
         filled = ids + [ids[0]] * (min(batch_size, num) - len(ids))
-        sampling = make_sampling_params(len(filled), temperature=temperature,
+        sampling = make_sampling_params(len(filled), temperature=config.temperature,
                                         seed=seed + start + np.arange(len(filled)))
         state = loop.start(frame, model.params, filled, sampling=sampling,
-                           max_new_tokens=[max_new_tokens] * len(ids)
+                           max_new_tokens=[config.max_new_tokens] * len(ids)
                            + [1] * (len(filled) - len(ids)),
                            stop_ids=model.stop_ids, max_slots=model.max_slots)
         parts.append(record_rounds(frame, model.params, state)[1].only_full())

@@ -12,6 +12,7 @@ import tqdm
 from dspark_jax import DSpark
 from dspark_jax.data.jsonl import read_prompts
 from dspark_jax.data.prompts import held_out_prompts
+from dspark_jax.infer import POLICIES
 from dspark_jax.metrics import compare
 
 Methods = dict[str, tuple[DSpark, dict[str, Any]]]  # name -> model and options of its `generate`
@@ -50,8 +51,8 @@ def choose_prompts(path: str, num: int, *, seed: int) -> dict[str, list[dict]]:
 
 
 def make_methods(model: DSpark, *, max_draft_lens: Sequence[int], thresholds: Sequence[float],
-                 threshold_len: int | None = None) -> Methods:
-  """Returns plain decoding, fixed lengths, and thresholds over at most `threshold_len` drafts.
+                 adaptive: Sequence[str] = ()) -> Methods:
+  """Returns plain decoding, fixed lengths, thresholds, and adaptive policies by name.
 
   A drafter without confidences has no thresholds.
   """
@@ -61,8 +62,12 @@ def make_methods(model: DSpark, *, max_draft_lens: Sequence[int], thresholds: Se
   if model.proposer is not None and not model.proposer.has_confidence:
     thresholds = ()
   for threshold in thresholds:
-    other = model.with_policy(max_draft_len=threshold_len, confidence_threshold=threshold)
+    other = model.with_policy(confidence_threshold=threshold)
     methods[f"threshold {threshold:g}"] = (other, {})
+  for name in adaptive:
+    if name not in POLICIES:
+      raise ValueError(f"adaptive: found {name!r}, expected some of {sorted(POLICIES)}")
+    methods[name] = (model.with_policy(POLICIES[name]()), {})
   return methods
 
 

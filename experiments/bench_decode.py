@@ -52,7 +52,7 @@ def measure(config) -> dict:
                  dtype=config.dtype)
   ids = [model.encode(p["messages"]) for group in domains.values() for p in group]
   methods = _timing.make_methods(model, max_draft_lens=config.max_draft_lens,
-                                 thresholds=config.thresholds)
+                                 thresholds=config.thresholds, adaptive=config.adaptive)
   options = dict(max_new_tokens=config.max_new_tokens)
   warm_up_s = _timing.measure_warm_up(methods, ids[0], **options)
   for name, seconds in warm_up_s.items():

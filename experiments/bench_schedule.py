@@ -3,7 +3,6 @@
   python -m experiments.bench_schedule --config=configs/bench_schedule.py
 """
 
-import dataclasses
 import json
 import pathlib
 import statistics
@@ -53,7 +52,8 @@ def run(config, method: str, model: DSpark, ids) -> dict:
   found = dict(seconds=seconds, tokens=int(stats.num_committed_B.sum()),
                ms_per_round=1e3 * seconds / rounds, tau=float(stats.num_committed_B.sum() / num),
                verified=float(stats.verified_BxG.sum() / num), drafted=float(not is_plain),
-               padding=0.0, answers=np.asarray(state.tokens_BxS).tolist())
+               padding=0.0, answers=[row[:n].tolist() for row, n in zip(
+                   *jax.device_get((state.tokens_BxS, state.lens_B)))])
   if state.scheduler is not None:
     found |= dict(padding=measure_waste(state.scheduler, frame.ladder),
                   drafted=int(state.scheduler.num_drafted) / rounds)

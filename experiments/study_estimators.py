@@ -4,19 +4,19 @@
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 
 import numpy as np
 
-from dspark_jax import DSpark
 from dspark_jax.decode.profile import load_or_measure
 from dspark_jax.decode.record import join_records
 from dspark_jax.decode.replay import Oracle, replay
 from dspark_jax.metrics.reliability import measure_reliability
 from dspark_jax.scheduler.calibration import fit_sts
 from dspark_jax.scheduler.estimator import OnlineLogistic, OnlineSts, TrainedHead
-from dspark_jax.scheduler.policies import EarlyStop, FixedLength
+from dspark_jax.scheduler.policies import EarlyStop
 from dspark_jax.scheduler.step_curve import make_step_curve
 from dspark_jax.verification.pack import make_ladder
 from experiments import _cli, _records, _timing
@@ -32,7 +32,7 @@ def make_estimators(temperatures, half_life: float) -> dict:
       "oracle": Oracle()}
 
 
-def measure(replayed, records, parts: dict[str, slice], num_requests: int) -> dict:
+def measure(replayed, records, parts: dict[str, slice]) -> dict:
   """Returns mean AUROC and ECE over positions, of the whole stream and of each part of it."""
   survival_NxG = replayed.survival_TxRxG.reshape(-1, replayed.survival_TxRxG.shape[-1])
   accepted_N = records.num_accepted_N[:len(survival_NxG)]
@@ -40,50 +40,44 @@ def measure(replayed, records, parts: dict[str, slice], num_requests: int) -> di
   for name, part in ({"all": slice(None)} | parts).items():
     figures = [measure_reliability(survival_NxG[part, k], accepted_N[part] > k)
                for k in range(survival_NxG.shape[1])]
-    mean = lambda values: float(np.mean(v)) if (v := [x for x in values if x is not None]) else None
-    found[name] = dict(auroc=mean(f.auroc for f in figures), ece=mean(f.ece for f in figures),
-                       auroc_by_draft=[f.auroc for f in figures],
-                       ece_by_draft=[f.ece for f in figures])
+    for figure in ("auroc", "ece"):
+      by_draft = [getattr(f, figure) for f in figures]
+      known = [x for x in by_draft if x is not None]
+      found.setdefault(name, {}).update({
+          figure: float(np.mean(known)) if known else None, f"{figure}_by_draft": by_draft})
   return found | dict(tokens_per_s=replayed.tokens_per_s,
                       verify_len=float(replayed.verify_lens_TxR.mean()))
 
 
 def main(config):
-  model = DSpark(config.target, config.draft_model, dtype=config.dtype)
-  proposer = model.frame.drafter
-  if proposer is None or not proposer.config.enable_confidence_head:
-    raise ValueError("draft_model: found no confidence head, expected a drafter with one")
+  model = _records.load_model(config)
   out = pathlib.Path(config.out)
   _timing.prepare_directory(out.parent)
-  fixed = model.with_policy(FixedLength(proposer.proposal_len))
-  options = dict(max_new_tokens=config.max_new_tokens, batch_size=config.batch_size,
-                 temperature=config.temperature, seed=config.seed)
   fit_prompts = _records.choose_mix(config.prompts, _records.read_mix(config.fit_mix),
                                     seed=config.seed)
   stream_prompts = _records.choose_mix(config.prompts, _records.read_mix(config.stream_mix),
                                        seed=config.seed + 1, exclude=fit_prompts)
-  fit_records = join_records(list(_records.record(fixed, fit_prompts, **options).values()))
-  stream = _records.record(fixed, stream_prompts, **options)
+  fit_records = join_records(list(_records.record(config, model, fit_prompts).values()))
+  stream = _records.record(config, model, stream_prompts)
   fit = fit_sts(fit_records.logits_NxG, fit_records.num_accepted_N)
   print(f"STS on {fit.num_records} rounds of {config.fit_mix}: "
         + ", ".join(f"{t:.2f}" for t in fit.temperatures))
 
-  records, parts, start = join_records(list(stream.values())), {}, 0
-  for domain, group in stream.items():  # the workload changes where one ends and the next begins
-    parts[domain] = slice(start, start + len(group.num_accepted_N))
-    start = parts[domain].stop
+  records = join_records(list(stream.values()))
+  # The workload changes where one domain ends and the next begins.
+  ends = np.cumsum([0] + [len(group.num_accepted_N) for group in stream.values()]).tolist()
+  parts = {domain: slice(*pair) for domain, pair in zip(stream, zip(ends, ends[1:]))}
   policy = EarlyStop(may_skip_draft=False, fills_bucket=True)
   results = {}
   for num_requests in config.num_requests:
-    ladder = make_ladder(num_requests, proposer.proposal_len)
+    ladder = make_ladder(num_requests, model.frame.proposal_len)
     frame = dataclasses.replace(model.frame, policy=policy, ladder=ladder)
     curve = make_step_curve(load_or_measure(frame, model.params, num_requests, name=model.name,
                                             directory=model.step_curves))
-    rows = {}
-    for name, estimator in make_estimators(fit.temperatures, config.half_life).items():
-      rows[name] = measure(
-          replay(records, estimator, policy, curve=curve, ladder=ladder,
-                 num_requests=num_requests), records, parts, num_requests)
+    run = functools.partial(replay, records, policy=policy, curve=curve, ladder=ladder,
+                            num_requests=num_requests)
+    rows = {name: measure(run(estimator), records, parts)
+            for name, estimator in make_estimators(fit.temperatures, config.half_life).items()}
     best = rows["oracle"]["tokens_per_s"]
     print(f"\n{num_requests} requests, {len(records.num_accepted_N)} rounds of "
           f"{', then '.join(parts)}\n" + "estimator".ljust(24) + "lost  tok/s  drafts"

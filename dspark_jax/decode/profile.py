@@ -62,10 +62,10 @@ def measure_timings(frame: Frame, params, batch: int, *, context_tokens: int = C
   fills = [_fill_bucket(batch, shape) for shape in frame.ladder]
   draft_ms, verify_ms = [], [[] for _ in fills]
   for repeat in range(repeats + 1):  # the first compiles and is dropped
-    seconds, proposal = _time(lambda: draft(params, state))
+    seconds, proposal = _time(draft, params, state)
     draft_ms.append(1e3 * seconds)
     for n, (lens_B, is_live_B) in enumerate(fills):
-      seconds, (state, bucket) = _time(lambda: verify(params, state, proposal, lens_B, is_live_B))
+      seconds, (state, bucket) = _time(verify, params, state, proposal, lens_B, is_live_B)
       if int(bucket) != n:
         raise ValueError(f"ladder: bucket {frame.ladder[n]} can never be used, for "
                          f"{frame.ladder[int(bucket)]} comes first and holds as much")
@@ -153,7 +153,7 @@ def _fill_bucket(batch: int, shape: tuple[int, int]) -> tuple[jax.Array, jax.Arr
   return jnp.asarray(lens), jnp.arange(batch) < num_live
 
 
-def _time(run: Callable):
+def _time(run: Callable, *args):
   start = time.perf_counter()
-  found = jax.block_until_ready(run())
+  found = jax.block_until_ready(run(*args))
   return time.perf_counter() - start, found

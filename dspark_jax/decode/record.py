@@ -61,17 +61,16 @@ def record_rounds(frame: Frame, params, state: DecodeState, *,
   while not bool(state.is_done_B.all()):
     state, rounds = _run_chunk(frame, params, state, num_rounds=chunk_rounds)
     rounds = jax.device_get(rounds)
-    is_live_N = rounds.outcome.is_live_B.reshape(-1)
-    flat = lambda x: x.reshape(-1, *x.shape[2:])[is_live_N]
+    is_live_TxB = rounds.outcome.is_live_B
+    flat = lambda x, is_live_TxB=is_live_TxB: x[is_live_TxB]
     logits_NxG = flat(rounds.signals.confidence_logits_BxG)
     margin = rounds.signals.margin_BxG
-    round_NxB = np.broadcast_to(num_rounds + np.arange(chunk_rounds)[:, None],
-                                rounds.outcome.is_live_B.shape)
+    round_TxB = np.broadcast_to(num_rounds + np.arange(chunk_rounds)[:, None], is_live_TxB.shape)
     parts.append(Records(
         logits_NxG=logits_NxG,
         margin_NxG=np.zeros((len(logits_NxG), 0), np.float32) if margin is None else flat(margin),
         verify_lens_N=flat(rounds.outcome.verify_lens_B),
-        num_accepted_N=flat(rounds.outcome.num_accepted_B), round_N=flat(round_NxB)))
+        num_accepted_N=flat(rounds.outcome.num_accepted_B), round_N=flat(round_TxB)))
     num_rounds += chunk_rounds
   if not parts:
     empty = np.zeros((0, frame.proposal_len), np.float32)

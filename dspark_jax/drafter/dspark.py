@@ -20,9 +20,10 @@ from dspark_jax.drafter.backbone import Backbone
 from dspark_jax.drafter.confidence_head import ConfidenceHead
 from dspark_jax.drafter.config import DrafterConfig
 from dspark_jax.drafter.copy_head import CopyHead, find_copy
-from dspark_jax.drafter.sequential_head import SequentialHead
+from dspark_jax.drafter.sequential_head import SequentialHead, split_cell
 from dspark_jax.types import Proposal
 from pallas_kernels import counter_rng, markov_sampling
+from pallas_kernels.dispatch import dispatch
 
 
 class DSparkDrafter(nn.Module):
@@ -175,10 +176,12 @@ class DSparkProposer:
 
   Attributes:
     vocab_limit: ids at and beyond it (padded rows of the LM head) are never drafted.
+    implementation: of the sequential walk, see `pallas_kernels.dispatch`.
   """
   config: DrafterConfig
   dtype: Any = jnp.float32
   vocab_limit: int | None = None
+  implementation: str = "reference"
 
   @property
   def proposal_len(self) -> int:
@@ -268,6 +271,26 @@ class DSparkProposer:
     hidden_GxBxD = jnp.swapaxes(hidden_BxGxD, 0, 1)
     base_logits_GxBxV = layers.linear(hidden_GxBxD.astype(lm_head_VdxD.dtype),
                                       lm_head_VdxD).astype(jnp.float32)
+    words_GxBx2 = counter_rng.noise_words(
+        sampling_params.seed[None], counter_rng.DRAFT, anchor_positions_B[None],
+        jnp.arange(c.proposal_len)[:, None])
+    args = (params, hidden_GxBxD, base_logits_GxBxV, words_GxBx2, anchor_B, sampling_params,
+            draft_ids)
+    if c.copy_ngram:
+      found = self._walk(*args, anchor_positions_B, tokens_BxS)
+    else:
+      kernels = {"tpu": self._walk_tempered} if c.markov_rank else None
+      found = dispatch(self.implementation, *args, reference=self._walk, kernels=kernels)
+    tokens_BxG, draft_logits_BxGxV, confidence_logits_BxG, margin_BxG = (
+        jnp.swapaxes(a, 0, 1) for a in found)
+    return Proposal(tokens_BxG=tokens_BxG, draft_logits_BxGxV=draft_logits_BxGxV,
+                    confidence_BxG=nn.sigmoid(confidence_logits_BxG),
+                    confidence_logits_BxG=confidence_logits_BxG, margin_BxG=margin_BxG)
+
+  def _walk(self, params, hidden_GxBxD, base_logits_GxBxV, words_GxBx2, anchor_B, sampling_params,
+            draft_ids, anchor_positions_B=None, tokens_BxS=None):
+    """Drafts by any law, slot by slot: tokens [G, B], law [G, B, V], confidence logits, margins."""
+    c = self.config
     w2_VdxR = self._apply(params, "bias_weight")
 
     def step(carry, slot, previous_B, logits_BxV, words_Bx2):
@@ -290,16 +313,36 @@ class DSparkProposer:
       token_B = sampling.sample(law_BxV, words_Bx2, ids=draft_ids)
       return (head_carry, text_BxS), token_B, (law_BxV, confidence_logit_B, margin_B)
 
-    words_GxBx2 = counter_rng.noise_words(
-        sampling_params.seed[None], counter_rng.DRAFT, anchor_positions_B[None],
-        jnp.arange(c.proposal_len)[:, None])
     carry = (self._apply(params, "init_carry", anchor_B.shape[0]), tokens_BxS)
     tokens_GxB, parts = markov_sampling.walk(base_logits_GxBxV, words_GxBx2, anchor_B, carry, step)
-    tokens_BxG, draft_logits_BxGxV, confidence_logits_BxG, margin_BxG = (
-        jnp.swapaxes(a, 0, 1) for a in (tokens_GxB, *parts))
-    return Proposal(tokens_BxG=tokens_BxG, draft_logits_BxGxV=draft_logits_BxGxV,
-                    confidence_BxG=nn.sigmoid(confidence_logits_BxG),
-                    confidence_logits_BxG=confidence_logits_BxG, margin_BxG=margin_BxG)
+    return tokens_GxB, *parts
+
+  def _walk_tempered(self, params, hidden_GxBxD, base_logits_GxBxV, words_GxBx2, anchor_B,
+                     sampling_params, draft_ids, *, implementation="pallas"):
+    """`_walk` by the kernel, which knows no filters; with any of them in the batch, `_walk`."""
+    def by_kernel():
+      head = params["markov_head"]
+      pre_GxBxE, cell_ExI = split_cell(self.config, head, hidden_GxBxD, self.dtype)
+      base = base_logits_GxBxV
+      if self.vocab_limit is not None:
+        ids_V = jnp.arange(base.shape[-1]) if draft_ids is None else draft_ids
+        base = jnp.where((ids_V < self.vocab_limit)[None, None], base, -jnp.inf)
+      draws = markov_sampling.markov_sampling(
+          base, head["markov_w1"].astype(self.dtype), self._apply(params, "bias_weight"), anchor_B,
+          words_GxBx2, sampling_params.temperature, kind=self.config.markov_head_type,
+          pre_GxBxE=pre_GxBxE, cell_ExI=cell_ExI, ids_V=draft_ids, with_logits=True,
+          implementation=implementation)
+      previous_GxB = jnp.concatenate([anchor_B[None], draws.tokens_GxB[:-1]])
+      law_BxGxV = sampling.law_logits(jnp.swapaxes(draws.logits_GxBxV, 0, 1), sampling_params)
+      return (draws.tokens_GxB, jnp.swapaxes(law_BxGxV, 0, 1),
+              self._apply(params, "confidence_logits", hidden_GxBxD, previous_GxB),
+              drafting.top_margin(draws.logits_GxBxV))
+
+    p = sampling_params
+    is_filtered = jnp.any((p.temperature > 0) & ((p.top_k > 0) | (p.top_p < 1) | (p.min_p > 0)))
+    return jax.lax.cond(
+        is_filtered, lambda: self._walk(params, hidden_GxBxD, base_logits_GxBxV, words_GxBx2,
+                                        anchor_B, sampling_params, draft_ids), by_kernel)
 
   def _apply(self, params, method: str, *args):
     return DSparkDrafter(self.config, self.dtype).apply({"params": params}, *args, method=method)

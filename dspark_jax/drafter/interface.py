@@ -2,8 +2,8 @@
 
 `decode/step.py` does not know which drafter runs. A new one is a file here with a frozen dataclass
 that has these members, and a reader in `interop/drafters.py`. One that can make what it keeps of a
-row from that row alone may split `observe` into `encode_rows` and `write_rows` (`dspark.py`); ragged
-rounds then encode the packed rows only.
+row from that row alone may split `observe` into `encode_rows` and `write_rows` (`dspark.py`);
+ragged rounds then encode the packed rows only.
 """
 
 from typing import Any, Protocol

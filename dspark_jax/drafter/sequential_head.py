@@ -67,3 +67,22 @@ class SequentialHead(nn.Module):
       carry, bias_in_xR = self.step(carry, hidden_xGxD[..., k, :], embed_xGxR[..., k, :])
       outputs.append(bias_in_xR)
     return jnp.stack(outputs, axis=-2)
+
+
+def split_cell(config: DrafterConfig, head_params, hidden_xD: jax.Array, dtype):
+  """Splits a head's cell as `markov_sampling` takes it: (map of the hidden states, other weights).
+
+  The first is float32 [..., r] (gated) or [..., 3r] (rnn), bias included, for whole blocks at once
+  since it does not depend on the drafts; the second acts on [e] or [s; e]. Both None for vanilla.
+  """
+  kind, rank = config.markov_head_type, config.markov_rank
+  if kind == "vanilla":
+    return None, None
+  layer = head_params["gate_proj" if kind == "gated" else "joint_proj"]
+  weight = layer["weight"].astype(dtype)
+  width = weight.shape[1] - (rank if kind == "gated" else 2 * rank)
+  on_hidden, on_rest = ((weight[:, :width], weight[:, width:]) if kind == "gated"
+                        else (weight[:, -width:], weight[:, :-width]))
+  pre = layers.linear(hidden_xD.astype(dtype), on_hidden).astype(jnp.float32)
+  bias = layer["bias"].astype(jnp.float32)
+  return pre + bias.reshape((1,) * (pre.ndim - 1) + (-1,)), on_rest

@@ -67,7 +67,7 @@ def plot_reliability(panels: Mapping[str, Sequence[Sequence[tuple]]],
 
 def plot_step_curve(points: Sequence[tuple[float, float]], smoothed: Sequence[tuple[float, float]],
                     path: str | pathlib.Path, *, title: str) -> pathlib.Path:
-  """Draws milliseconds of a round over verified tokens: buckets measured, and the smoothed curve."""
+  """Draws milliseconds of a round over verified tokens: measured buckets, smoothed curve."""
   figure, ax = _make_figure()
   ax.step(*zip(*points), where="pre", label="buckets")
   ax.plot(*zip(*points), "o", color="C0")

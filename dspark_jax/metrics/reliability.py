@@ -48,6 +48,41 @@ def make_diagram(predicted_N, outcome_N, *, num_bins: int = NUM_BINS) -> list[tu
           for p, h, n in zip(predicted, happened, counts) if n]
 
 
+def compute_survival(logits_NxG, temperatures) -> np.ndarray:
+  """Returns float64 [N, G]: the cumulative product of sigmoid(logit / temperature)."""
+  with np.errstate(over="ignore"):
+    return np.cumprod(1 / (1 + np.exp(-np.float64(logits_NxG) / np.asarray(temperatures))), axis=1)
+
+
+def compare_calibration(logits_NxG, num_accepted_N, temperatures) -> list[dict]:
+  """Returns figures of each draft position's survival with and without temperatures."""
+  before, after = (compute_survival(logits_NxG, t)
+                   for t in (np.ones(len(temperatures)), temperatures))
+  figures = []
+  for k, temperature in enumerate(temperatures):
+    outcome_N = np.asarray(num_accepted_N) > k
+    b, a = (measure_reliability(s[:, k], outcome_N) for s in (before, after))
+    figures.append(dict(
+        position=k + 1, temperature=temperature, num=b.num, survived=b.mean_outcome,
+        ece_before=b.ece, ece_after=a.ece, auroc_before=b.auroc, auroc_after=a.auroc,
+        brier_before=b.brier, brier_after=a.brier))
+  return figures
+
+
+def format_calibration(title: str, figures: list[dict]) -> str:
+  """Returns a table for a terminal, of `compare_calibration`; - where there is no figure."""
+  show = lambda x: "-" if x is None else f"{x:.3f}"
+  rows = [f"{title}: {figures[0]['num']} rounds",
+          "draft  temperature  survived  ECE before  after  AUROC before  after"]
+  rows += [f"{f['position']:<5}  {f['temperature']:11.3f}  {show(f['survived']):>8}  "
+           f"{show(f['ece_before']):>10}  {show(f['ece_after']):>5}  "
+           f"{show(f['auroc_before']):>12}  {show(f['auroc_after']):>5}" for f in figures]
+  for name in ("before", "after"):
+    values = [f[f"ece_{name}"] for f in figures if f[f"ece_{name}"] is not None]
+    rows.append(f"mean ECE {name}: " + (f"{100 * np.mean(values):.2f}%" if values else "-"))
+  return "\n".join(rows)
+
+
 def _check(predicted_N, outcome_N):
   predicted_N = np.asarray(predicted_N, np.float64)
   outcome_N = np.asarray(outcome_N, np.float64)

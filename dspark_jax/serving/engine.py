@@ -26,7 +26,7 @@ import numpy as np
 from dspark_jax.decode import loop
 from dspark_jax.decode import profile
 from dspark_jax.decode.state import PAD, Frame
-from dspark_jax.sampling import make_sampling_params
+from dspark_jax.sampling import SamplingParams, make_sampling_params
 from dspark_jax.serving import slots
 from dspark_jax.serving.request import Request
 
@@ -162,19 +162,10 @@ class Engine:
       QueueFull: too many are waiting.
     """
     options = self.options
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, (int, np.integer)):
-      raise ValueError(f"max_new_tokens: found {max_new_tokens!r}, expected an integer >= 1")
-    longest = min(options.max_len, options.prompt_buckets[-1] + 1)
-    loop.check_prompts([prompt], [max_new_tokens], bound=longest,
-                       vocab_size=self.frame.target.vocab_size)
-    if len(stop_ids) > options.max_stop_ids:
-      raise ValueError(f"stop_ids: found {len(stop_ids)}, expected at most max_stop_ids = "
-                       f"{options.max_stop_ids}")
-    if deadline_s is not None and not deadline_s > 0:
-      raise ValueError(f"deadline_s: found {deadline_s}, expected a number of seconds > 0")
-    # NumPy: the handle of a request holds nothing of the device.
-    law = jax.device_get(make_sampling_params(1, **sampling))
-    if len(self._queue) >= options.max_queue and not self._can_admit():
+    law = self.check(prompt, max_new_tokens=max_new_tokens, stop_ids=stop_ids,
+                     deadline_s=deadline_s, **sampling)
+    num_free = sum(map(self._is_free, range(options.batch)))
+    if len(self._queue) - num_free >= options.max_queue:
       self.counts.num_refused += 1
       raise QueueFull(f"queue: found {len(self._queue)} requests waiting, expected fewer than "
                       f"max_queue = {options.max_queue}; try again later")
@@ -187,6 +178,24 @@ class Engine:
     self._next_id += 1
     self._queue.append(request)
     return request
+
+  def check(self, prompt: Sequence[int], *, max_new_tokens: int = 128,
+            stop_ids: Sequence[int] = (), deadline_s: float | None = None,
+            **sampling) -> SamplingParams:
+    """Raises ValueError for what `submit` could not do; returns the sampling law, NumPy arrays."""
+    options = self.options
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, (int, np.integer)):
+      raise ValueError(f"max_new_tokens: found {max_new_tokens!r}, expected an integer >= 1")
+    longest = min(options.max_len, options.prompt_buckets[-1] + 1)
+    loop.check_prompts([prompt], [max_new_tokens], bound=longest,
+                       vocab_size=self.frame.target.vocab_size)
+    if len(stop_ids) > options.max_stop_ids:
+      raise ValueError(f"stop_ids: found {len(stop_ids)}, expected at most max_stop_ids = "
+                       f"{options.max_stop_ids}")
+    if deadline_s is not None and not deadline_s > 0:
+      raise ValueError(f"deadline_s: found {deadline_s}, expected a number of seconds > 0")
+    # NumPy: the handle of a request holds nothing of the device.
+    return jax.device_get(make_sampling_params(1, **sampling))
 
   def cancel(self, request: Request) -> bool:
     """Ends a request, waiting or running, with what it has; False where it was done already."""
@@ -216,7 +225,7 @@ class Engine:
     while self._queue and self._free_slot() is not None:
       self._admit(self._queue.popleft(), self._free_slot())
     num_unread = 0
-    if any(self._slots):
+    if not all(map(self._is_free, range(self.options.batch))):
       self._dispatch_round()
       num_unread = 1
     while len(self._pending) > num_unread:
@@ -246,10 +255,6 @@ class Engine:
     for request in [*self._queue, *filter(None, self._slots)]:
       if request.deadline_s is not None and now >= request.deadline_s:
         self._finish(request, "deadline")
-
-  def _can_admit(self) -> bool:
-    """Whether the next step has a slot for one more than are waiting."""
-    return sum(self._is_free(b) for b in range(self.options.batch)) > len(self._queue)
 
   def _is_free(self, slot: int) -> bool:
     """Whether the slot is empty by the time of the next dispatch.

@@ -87,8 +87,12 @@ def run_open(engine: Engine, jobs: Sequence[Job], times_s: Sequence[float], *,
   Args:
     times_s: seconds, as from `poisson_times`; never falling.
     sleep: waits while there is nothing to do; replaced by tests together with the engine's clock.
+  Raises:
+    ValueError: a job that can never be done; before any is submitted.
   """
   check_times(times_s, len(jobs))
+  for job in jobs:  # before the clock runs
+    engine.check(**{k: v for k, v in job.items() if k != "on_tokens"})
   waiting = collections.deque(zip(times_s, jobs))
   requests, start, start_s = [], dataclasses.replace(engine.counts), engine.clock()
   while waiting or engine.is_busy:

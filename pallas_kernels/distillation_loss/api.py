@@ -42,7 +42,8 @@ def distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: jax.Array,
     bias_in_NxR, w2_VdxR: the sequential head's bias is w2 @ bias_in; R = 0 where there is none.
     labels_N: int index into the draft vocabulary; -1 = outside it: ce is 0 without gradient.
     target_lse_N: float32 log-normaliser of the target over the full vocabulary; None = Vd is full.
-    implementation: 'auto', 'reference' or 'pallas'; see `pallas_kernels.dispatch`.
+    implementation: 'auto' (on TPU a kernel for D <= 1024), 'reference', or 'pallas' (the kernel at
+      any D); see `pallas_kernels.dispatch`.
     chunk: tokens a step of the reference; its peak memory grows with chunk * Vd.
 
   Gradients flow to draft_hidden, bias_in and w2 from ce and tv. Target, LM head and accept are
@@ -144,12 +145,14 @@ def _check(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_Vd
 def _run(options, tokens: Tokens, lm_head_VdxD, w2_VdxR, keep_N, *, with_gradients: bool):
   """`reference.terms_and_gradients` by the chosen implementation; options = (name, chunk)."""
   implementation, chunk = options
-  run = functools.partial(reference.terms_and_gradients, with_gradients=with_gradients)
+  kernels = {"tpu": functools.partial(kernel_tpu.terms_and_gradients,
+                                      with_gradients=with_gradients)}
+  is_narrow = lm_head_VdxD.shape[1] <= kernel_tpu.MAX_AUTO_WIDTH
   return dispatch(
       implementation, tokens, lm_head_VdxD, w2_VdxR, keep_N,
-      reference=functools.partial(run, chunk=chunk),
-      kernels={"tpu": functools.partial(kernel_tpu.terms_and_gradients,
-                                        with_gradients=with_gradients)})
+      reference=functools.partial(reference.terms_and_gradients, with_gradients=with_gradients,
+                                  chunk=chunk),
+      kernels=kernels if is_narrow else None, on_request=kernels)
 
 
 # The differentiated arguments come first; everything after them is frozen.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.markov_sampling import kernel_gpu, kernel_tpu
+from pallas_kernels.markov_sampling import kernel_tpu
 from pallas_kernels.markov_sampling.reference import KINDS, Draws, markov_sampling_reference
 
 
@@ -33,7 +33,8 @@ def markov_sampling(base_logits_GxBxV: jax.Array, w1_UxR: jax.Array, w2_VxR: jax
       hidden states, bias included, and its weight on the rest.
     ids_V: int32 sorted target ids of the columns of a reduced vocabulary; None = 0..V-1.
     with_logits: whether to return the [G, B, V] logits; without them no step writes such a row.
-    implementation: 'auto', 'reference' or 'pallas'; see `pallas_kernels.dispatch`.
+    implementation: 'auto' (a kernel on TPU), 'reference', or 'pallas' (on GPU too); see
+      `pallas_kernels.dispatch`.
   Raises:
     ValueError: naming the argument, for shapes that do not fit or an unknown name.
   """
@@ -45,7 +46,14 @@ def markov_sampling(base_logits_GxBxV: jax.Array, w1_UxR: jax.Array, w2_VxR: jax
       pre_GxBxE, cell_ExI, ids_V,
       reference=functools.partial(markov_sampling_reference, **options),
       kernels={"tpu": functools.partial(kernel_tpu.markov_sampling_tpu, **options)},
-      on_request={"cuda": functools.partial(kernel_gpu.markov_sampling_gpu, **options)})
+      on_request={"cuda": functools.partial(_run_gpu, **options)})
+
+
+def _run_gpu(*args, **options):
+  # Imported when asked for: Pallas will drop Triton one day, and nothing else may break then.
+  from pallas_kernels.markov_sampling.kernel_gpu import markov_sampling_gpu
+
+  return markov_sampling_gpu(*args, **options)
 
 
 def _check(base_logits, w1, w2, first_token, words, temperature, kind, pre, cell, ids) -> None:
@@ -64,8 +72,8 @@ def _check(base_logits, w1, w2, first_token, words, temperature, kind, pre, cell
     raise ValueError(f"pre_GxBxE, cell_ExI: expected both with kind 'gated' or 'rnn' and neither "
                      f"with 'vanilla', found kind {kind!r}")
   if kind != "vanilla":
-    E, I = (R, R) if kind == "gated" else (3 * R, 2 * R)
-    expected += [("pre_GxBxE", pre, (G, B, E)), ("cell_ExI", cell, (E, I))]
+    E, X = (R, R) if kind == "gated" else (3 * R, 2 * R)
+    expected += [("pre_GxBxE", pre, (G, B, E)), ("cell_ExI", cell, (E, X))]
   for name, array, shape in expected:
     if array.shape != shape:
       raise ValueError(f"{name}: found shape {array.shape}, expected {shape}")

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.rejection_sampling.kernel_gpu import rejection_sampling_gpu
 from pallas_kernels.rejection_sampling.kernel_tpu import rejection_sampling_tpu
 from pallas_kernels.rejection_sampling.reference import rejection_sampling_reference
 
@@ -41,7 +40,8 @@ def rejection_sampling(
     coins_BxG: float32 uniforms in [0, 1).
     noise_words_BxWx2: uint32, row n's words draw the token after n accepted drafts.
     draft_ids: int32 sorted target ids of the draft vocabulary's columns, None = all V.
-    implementation: "auto", "reference" or "pallas"; see `pallas_kernels.dispatch`.
+    implementation: "auto" (a kernel on TPU), "reference", or "pallas" (on GPU too); see
+      `pallas_kernels.dispatch`.
 
   Returns:
     num_accepted_B int32 in 0..verify_lens, next_token_B int32 in [0, V), and is_valid_B bool: False
@@ -71,8 +71,15 @@ def rejection_sampling(
     draft_ids,
     reference=rejection_sampling_reference,
     kernels={"tpu": rejection_sampling_tpu},
-    on_request={"cuda": rejection_sampling_gpu},
+    on_request={"cuda": _run_gpu},
   )
+
+
+def _run_gpu(*args):
+  # Imported when asked for: Pallas will drop Triton one day, and nothing else may break then.
+  from pallas_kernels.rejection_sampling.kernel_gpu import rejection_sampling_gpu
+
+  return rejection_sampling_gpu(*args)
 
 
 def _check_shapes(target_logits, draft_logits, tokens, verify_lens, coins, words, draft_ids):

@@ -1,4 +1,4 @@
-"""Ragged rounds against the rectangle: same tokens, same caches, whatever the lengths and buckets."""
+"""Ragged rounds against the rectangle: the same tokens and caches, whatever lengths and buckets."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from tests.decode.cases import BATCH, PROMPTS
 from tests.tiny import fast_compile  # noqa: F401
 
 G = 3
-LADDER = ((4, 4), (6, 1), (8, 2), (12, 4), (24, 4))
+LADDER = ((4, 4), (6, 1), (12, 4), (24, 4))
 # XLA's matmuls on CPU add up in an order that depends on the number of rows, so logits of the
 # packed and the rectangular pass differ by roundings: tokens are compared, and states by this.
 TOL = 5e-5
@@ -35,7 +35,7 @@ def decode(frame, params, *, curve=None, temperature=0.0, max_new_tokens=20):
       sampling=make_sampling_params(BATCH, temperature=temperature, seed=np.arange(BATCH)))
 
 
-POLICIES = [ConfidenceThreshold(0.6), EarlyStop(explore_every=4), Lagged(explore_every=5)]
+POLICIES = [EarlyStop(explore_every=4), Lagged(explore_every=5)]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
@@ -107,7 +107,7 @@ def test_a_policy_without_a_curve_says_so_and_verifies_everything():
 def test_a_curve_of_another_ladder_is_refused():
   frame, params = cases.make_pair(G)
   frame = dataclasses.replace(frame, policy=EarlyStop(), ladder=LADDER)
-  with pytest.raises(ValueError, match="step curve: found 1 buckets, expected the ladder's 5"):
+  with pytest.raises(ValueError, match="step curve: found 1 buckets, expected the ladder's 4"):
     decode(frame, params, curve=make_curve(((24, 4),)))
 
 

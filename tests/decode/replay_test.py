@@ -38,13 +38,13 @@ def test_by_hand():
 
 def test_estimators_learn_while_replaying():
   rng = np.random.default_rng(0)
-  records = make_records(np.full((80, 2), 3.0), rng.integers(0, 2, 80))  # sure, and half wrong
-  found = replay(records, OnlineSts(half_life=20.0), POLICY, curve=make_curve(), ladder=LADDER,
+  records = make_records(np.full((160, 2), 3.0), rng.integers(0, 2, 160))  # sure, and half wrong
+  found = replay(records, OnlineSts(), POLICY, curve=make_curve(), ladder=LADDER,
                  num_requests=2)
-  assert found.survival_TxRxG.shape == (40, 2, 2)
+  assert found.survival_TxRxG.shape == (80, 2, 2)
   assert found.survival_TxRxG[0, 0, 0] > .9 and found.survival_TxRxG[-1, 0, 0] < .7
-  with pytest.raises(ValueError, match="records: found 80, expected at least 81"):
-    replay(records, TrainedHead(), POLICY, curve=make_curve(), ladder=LADDER, num_requests=81)
+  with pytest.raises(ValueError, match="records: found 160, expected at least 161"):
+    replay(records, TrainedHead(), POLICY, curve=make_curve(), ladder=LADDER, num_requests=161)
 
 
 def test_join_counts_rounds_on():

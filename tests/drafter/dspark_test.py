@@ -99,6 +99,28 @@ def test_draft_law_and_draft_noise_are_the_contracts():
     np.testing.assert_array_equal(proposal.tokens_BxG[:, k], scores.argmax(-1))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_walk_is_the_walk(kind):
+  """What a TPU runs, with the family's reference in the kernel's place; filters: one walk alone."""
+  config = make_config(markov_head_type=kind, draft_vocab_size=len(DRAFT_IDS))
+  params, proposer = make_params(config), dspark.DSparkProposer(config, vocab_limit=33)
+  rng = np.random.default_rng(3)
+  hidden = jnp.asarray(rng.normal(size=(3, 3, 12)), jnp.float32)
+  base = jnp.asarray(rng.normal(size=(3, 3, len(DRAFT_IDS))), jnp.float32)
+  words = counter_rng.noise_words(jnp.arange(3)[None], counter_rng.DRAFT, 0, jnp.arange(3)[:, None])
+  walks = [jax.jit(lambda p, f=f: f(params, hidden, base, words, jnp.asarray(ANCHORS), p,
+                                    jnp.asarray(DRAFT_IDS)))
+           for f in (proposer._walk, functools.partial(
+               proposer._walk_tempered, implementation="reference"))]
+  for filters in ({}, {"top_k": [3, 0, 0]}):
+    law = sampling.make_sampling_params(3, temperature=[0.7, 0.0, 1.5], **filters)
+    expected, found = (walk(law) for walk in walks)
+    np.testing.assert_array_equal(found[0], expected[0])
+    # One linear map of at most 22 products, split in two, through exp of a few units.
+    for a, b in zip(found[1:], expected[1:]):
+      np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+
+
 def test_request_does_not_depend_on_its_neighbours():
   config = make_config(markov_head_type="rnn")
   together = propose(config, temperature=[0.0, 0.9, 1.3])

@@ -24,7 +24,8 @@ def make_config(directories, tmp_path, **changes):
         "".join(json.dumps({"turns": [t]}) + "\n" for t in texts))
   config.update(target=str(directories[0]), draft_model=str(directories[1]),
                 prompts=str(tmp_path / "sets"), num_prompts=2, max_new_tokens=10, repeats=2,
-                max_draft_lens=(2,), thresholds=(0.4,), peer="", out=str(tmp_path / "o" / "b.json"))
+                max_draft_lens=(2,), thresholds=(0.4,), adaptive=(), peer="",
+                out=str(tmp_path / "o" / "b.json"))
   config.update(changes)
   return config
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from configs import bench_schedule as bench_config
 from configs import calibrate as calibrate_config
 from configs import profile_step_curve as profile_config
 from configs import study_estimators as study_config
@@ -12,7 +13,8 @@ from dspark_jax.scheduler.calibration import load_sts
 from dspark_jax.scheduler.estimator import TrainedHead
 from dspark_jax.scheduler.policies import EarlyStop
 from dspark_jax.scheduler.step_table import read_table
-from experiments import _cli, _records, calibrate, profile_step_curve, study_estimators
+from experiments import (_cli, _records, bench_schedule, calibrate, profile_step_curve,
+                         study_estimators)
 from tests import tiny
 from tests.tiny import fast_compile  # noqa: F401
 
@@ -71,6 +73,20 @@ def test_step_curve_is_written(directories, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_bench_of_policies(directories, tmp_path, capsys):
+  config = bench_config.get_config()
+  config.update(target=str(directories[0]), draft_model=str(directories[1]), max_new_tokens=6,
+                prompts=write_prompts(tmp_path), num_requests=(2,), max_draft_lens=(2,),
+                thresholds=(), repeats=1, out=str(tmp_path / "bench.json"))
+  bench_schedule.main(config)
+  rows = json.loads((tmp_path / "bench.json").read_text())["results"]["2"]
+  assert list(rows) == ["plain", "fixed 2", "early_stop", "lagged"]
+  assert all(row["identical"] == 2 for row in rows.values())
+  assert rows["plain"]["speed_up"] == 1 and rows["fixed 2"]["verified"] > 1
+  assert "padding" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_study(directories, tmp_path, capsys):
   config = fill(study_config.get_config(), directories, prompts=write_prompts(tmp_path),
                 fit_mix="maths=2", stream_mix="maths=2,code=2", num_requests=(2,),
@@ -78,7 +94,8 @@ def test_study(directories, tmp_path, capsys):
   study_estimators.main(config)
   rows = json.loads((tmp_path / "study.json").read_text())["results"]["2"]
   assert len(rows) == 6 and rows["oracle"]["lost"] == 0
-  assert all(row["lost"] >= -1e-6 for row in rows.values())
+  # Early stop on the smoothed curve is not the optimum of the stairs, not even for who knows all.
+  assert all(row["lost"] > -.05 for row in rows.values())
   assert set(rows["trained head"]) >= {"all", "maths", "code", "tokens_per_s"}
   assert "margin + head, online" in capsys.readouterr().out
 

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from dspark_jax.scheduler.policies import EarlyStop
 from experiments import _timing
 
 
@@ -13,8 +14,8 @@ class Model:
   def __init__(self, name="model"):
     self.name, self.calls = name, []
 
-  def with_policy(self, **policy):
-    return Model(policy)
+  def with_policy(self, policy=None, **options):
+    return Model(options if policy is None else policy)
 
   def warm_up(self, prompt, **options):
     self.calls.append((prompt, options))
@@ -23,11 +24,14 @@ class Model:
 
 def test_methods():
   methods = _timing.make_methods(Model(), max_draft_lens=(3, 5), thresholds=(0.25,),
-                                 threshold_len=6)
-  assert list(methods) == ["plain", "fixed 3", "fixed 5", "threshold 0.25"]
+                                 adaptive=("early_stop",))
+  assert list(methods) == ["plain", "fixed 3", "fixed 5", "threshold 0.25", "early_stop"]
   assert methods["plain"][1] == {"is_speculative": False} and methods["fixed 3"][1] == {}
   assert methods["fixed 5"][0].name == dict(max_draft_len=5)
-  assert methods["threshold 0.25"][0].name == dict(max_draft_len=6, confidence_threshold=0.25)
+  assert methods["threshold 0.25"][0].name == dict(confidence_threshold=0.25)
+  assert methods["early_stop"][0].name == EarlyStop()
+  with pytest.raises(ValueError, match="adaptive: found 'sooner'"):
+    _timing.make_methods(Model(), max_draft_lens=(), thresholds=(), adaptive=("sooner",))
 
 
 def test_warm_up_covers_every_method_and_prompt():

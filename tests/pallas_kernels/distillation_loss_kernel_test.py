@@ -210,10 +210,17 @@ def test_tiles_fit_the_memory(implementation, num_tokens, vocab, width, rank, dt
   assert need < tiles.vmem_bytes
 
 
-def test_platform_decides(implementation):
-  """The step asks for the kernel by name when it is lowered for a TPU, and only then."""
-  case = to_float32(make_case(16, 128, 256, 128))
-  run = functools.partial(api._run, ("auto", 16), with_gradients=True)
-  has_kernel = lambda platform: "tpu_custom_call" in jax.jit(run).trace(*case).lower(
-      lowering_platforms=(platform,)).as_text()
-  assert has_kernel("tpu") and not has_kernel("cpu")
+@pytest.mark.parametrize("width, is_default", [(128, True), (2048, False)])
+def test_platform_and_width_decide(implementation, width, is_default):
+  """The kernel comes in when the step is lowered for a TPU; for a wide model on request only."""
+  if implementation == "reference":
+    return
+  case = to_float32(make_case(16, width, 256, 128))
+
+  def has_kernel(name, platform):
+    run = functools.partial(api._run, (name, 16), with_gradients=True)
+    return "tpu_custom_call" in jax.jit(run).trace(*case).lower(
+        lowering_platforms=(platform,)).as_text()
+
+  assert has_kernel("auto", "tpu") == is_default
+  assert has_kernel("pallas", "tpu") and not has_kernel("auto", "cpu")

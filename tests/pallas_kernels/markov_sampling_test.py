@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from scipy import special
 
 from pallas_kernels import counter_rng
-from pallas_kernels.markov_sampling import kernel_gpu, kernel_tpu, markov_sampling, pruned_markov_sampling
+from pallas_kernels.markov_sampling import kernel_gpu, kernel_tpu
+from pallas_kernels.markov_sampling import markov_sampling, pruned_markov_sampling
 from pallas_kernels.markov_sampling.kernel_tpu import Tiles
 from pallas_kernels.markov_sampling.reference import markov_sampling_reference
 from tests import oracles
@@ -35,9 +36,8 @@ over_all = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 @functools.cache
 def compile_walk(implementation, tiles=SMALL, kind="vanilla"):
-  with jax.default_matmul_precision("highest"):
-    return jax.jit(functools.partial(IMPLEMENTATIONS[implementation], tiles=tiles, kind=kind,
-                                     with_logits=True))
+  return jax.jit(functools.partial(IMPLEMENTATIONS[implementation], tiles=tiles, kind=kind,
+                                   with_logits=True))
 
 
 def make_case(G, B, V, R, kind="vanilla", *, seed=0, num_embeds=None, scale=1.0):
@@ -45,8 +45,8 @@ def make_case(G, B, V, R, kind="vanilla", *, seed=0, num_embeds=None, scale=1.0)
   rng = np.random.default_rng(seed)
   normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   U = num_embeds or V
-  E, I = {"vanilla": (0, 0), "gated": (R, R), "rnn": (3 * R, 2 * R)}[kind]
-  cell = (normal(G, B, E), normal(E, I)) if E else (None, None)
+  E, X = {"vanilla": (0, 0), "gated": (R, R), "rnn": (3 * R, 2 * R)}[kind]
+  cell = (normal(G, B, E), normal(E, X)) if E else (None, None)
   ids = None if U == V else jnp.asarray(np.sort(rng.choice(U, V, replace=False)), jnp.int32)
   words = counter_rng.noise_words(jnp.arange(B)[None] + 100 * seed, counter_rng.DRAFT,
                                   jnp.zeros((1, B), int), jnp.arange(G)[:, None])

@@ -70,7 +70,8 @@ def learn(estimator, signals, accepted, batch):
 
 def test_logistic_learns_a_margin_that_says_all():
   """Acceptance is a logistic of the margin, with other weights at each position; the head's logit
-  is noise. Calibrated after 500 records: ECE of 1,500 records of 20 bins is 0.02 by chance."""
+  is noise. After 500 records nearly as good as the truth, whose ECE over 1,500 records in 20 bins
+  is 0.02 to 0.04 by chance."""
   rng = np.random.default_rng(0)
   margin = rng.exponential(3.0, (2000, 2))
   truth = 1 / (1 + np.exp(-(np.array([-2.0, -0.5]) + np.array([1.0, 0.3]) * margin)))
@@ -81,7 +82,7 @@ def test_logistic_learns_a_margin_that_says_all():
     for k in range(2):
       figures = measure_reliability(survival[500:, k], accepted[500:] > k)
       best = measure_reliability(np.cumprod(truth, axis=1)[500:, k], accepted[500:] > k)
-      assert figures.ece < .05 and figures.auroc > best.auroc - .02
+      assert figures.ece < best.ece + .03 and figures.auroc > best.auroc - .02
 
 
 def test_margin_is_needed_where_it_is_used():
@@ -106,4 +107,4 @@ def test_survival():
   survival = jnp.array([[1.0, .5], [.5, 0.0], [jnp.nan, jnp.nan]])
   np.testing.assert_array_equal(fill_unknown(survival, jnp.array([True, True, False])),
                                 [[1.0, .5], [.5, 0.0], [.75, .25]])
-  np.testing.assert_array_equal(fill_unknown(survival, jnp.zeros(3, bool)), np.ones((3, 2)))
+  np.testing.assert_allclose(fill_unknown(survival, jnp.zeros(3, bool)), [[.7, .49]] * 3, rtol=1e-6)

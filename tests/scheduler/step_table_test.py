@@ -29,13 +29,13 @@ def test_people_may_edit_it(tmp_path):
 
 
 @pytest.mark.parametrize("old, new, name", [
-    ("curve 1", "curve 2", "line 1"), ("10.5000", "fast", "line 10: found '2      verify"),
+    ("curve 1", "curve 2", "line 1"), ("10.5000", "fast", "line 11: found '2      verify"),
     ("10.5000", "-1", r"batch 2: verify_ms of bucket \(2, 1\): found -1"),
     ("10.5000", "nan", "found nan"),
-    ("draft   -       -     1.1250", "", "line 9"),
+    ("draft   -       -     1.1250", "", "line 10"),
     ("2      draft ", "3      draft ", "batch 2: found no draft line"),
     ("2      draft ", "1      draft ", "one draft line a batch size"),
-    ("verify", "accept", "line 8")])
+    ("verify", "accept", "line 9")])
 def test_bad_lines_are_named(tmp_path, old, new, name):
   path = write_table(tmp_path / "curve.txt", TABLE)
   text = path.read_text()

@@ -158,13 +158,13 @@ def test_dispatching_reads_nothing(monkeypatch):
     unread.append(len(engine._pending))
     return device_get(arrays)
 
-  for job in cases.standard_jobs()[0][:5]:
+  for job in cases.standard_jobs()[0]:
     engine.submit(**job)
   monkeypatch.setattr(jax, "device_get", spy)
-  while engine.num_waiting or sum(map(bool, engine._slots)) > 1:
+  while engine.num_waiting:
     engine.step()
     assert engine._pending[-1].kind == "round"
-  assert unread and min(unread) >= 1
+  assert len(unread) > 5 and min(unread) >= 1
   engine.run()
 
 

@@ -29,6 +29,10 @@ class VirtualEngine:
     assert seconds > 0
     self.now += seconds
 
+  def check(self, prompt, max_new_tokens):
+    if max_new_tokens < 1:
+      raise ValueError(f"max_new_tokens: found {max_new_tokens}")
+
   def submit(self, prompt, max_new_tokens, arrival_s=None):
     if len(self.queue) >= self.max_queue:
       self.counts.num_refused += 1
@@ -128,6 +132,13 @@ def test_open_loop_goes_on_when_the_queue_refuses():
   run = load.run_open(engine, jobs_of(3, 3, 3, 3), [0, 1, 1, 1], sleep=engine.sleep)
   assert [r.id for r in run.requests] == [0, 1] and run.totals.num_refused == 2
   assert all(r.is_done for r in run.requests)
+
+
+def test_open_loop_checks_all_jobs_before_the_first():
+  engine = VirtualEngine(batch=1)
+  with pytest.raises(ValueError, match="max_new_tokens: found 0"):
+    load.run_open(engine, jobs_of(3, 0), [0, 1], sleep=engine.sleep)
+  assert engine.all == [] and engine.now == 0
 
 
 def test_poisson():

@@ -55,7 +55,7 @@ def test_every_row_is_packed_once_and_comes_back(lens, is_live, num_tokens):
   packing = jax.jit(make_packing, static_argnames=("num_tokens", "num_rows"))(
       jnp.array(lens), jnp.array(is_live, bool), num_tokens=num_tokens, num_rows=rows)
   values = np.arange(1, batch * rows * 2 + 1, dtype=np.float32).reshape(batch, rows, 2)
-  packed = np.asarray(packing.pack(jnp.asarray(values)))
+  packed = np.array(packing.pack(jnp.asarray(values)))
   assert packed.shape == (1, num_tokens, 2)
   expected = [values[b, w] for b in range(batch) if is_live[b] for w in range(lens[b] + 1)]
   np.testing.assert_array_equal(packed[0, :len(expected)],
