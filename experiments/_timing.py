@@ -14,6 +14,7 @@ from dspark_jax.data.jsonl import read_prompts
 from dspark_jax.data.prompts import held_out_prompts
 from dspark_jax.infer import POLICIES
 from dspark_jax.metrics import compare
+from dspark_jax.scheduler.estimator import OnlineLogistic
 
 Methods = dict[str, tuple[DSpark, dict[str, Any]]]  # name -> model and options of its `generate`
 
@@ -54,20 +55,22 @@ def make_methods(model: DSpark, *, max_draft_lens: Sequence[int], thresholds: Se
                  adaptive: Sequence[str] = ()) -> Methods:
   """Returns plain decoding, fixed lengths, thresholds, and adaptive policies by name.
 
-  A drafter without confidences has no thresholds.
+  A drafter without confidences has no thresholds, and its margins tell an adaptive policy how sure
+  it is.
   """
   methods = {"plain": (model, {"is_speculative": False})}
   for length in max_draft_lens:
     methods[f"fixed {length}"] = (model.with_policy(max_draft_len=length), {})
+  more = {}
   if model.proposer is not None and not model.proposer.has_confidence:
-    thresholds = ()
+    thresholds, more = (), {"estimator": OnlineLogistic()}
   for threshold in thresholds:
     other = model.with_policy(confidence_threshold=threshold)
     methods[f"threshold {threshold:g}"] = (other, {})
   for name in adaptive:
     if name not in POLICIES:
       raise ValueError(f"adaptive: found {name!r}, expected some of {sorted(POLICIES)}")
-    methods[name] = (model.with_policy(POLICIES[name]()), {})
+    methods[name] = (model.with_policy(POLICIES[name](), **more), {})
   return methods
 
 
