@@ -32,7 +32,7 @@ class Tiles:
   """Tile sizes, in elements; columns are multiples of the unrolled width."""
   rows: int = 64  # rows of a block of `measure_rows`
   columns: int = 8192
-  unroll: int = 8  # vectors of 128 columns a loop step
+  unroll: int = 8  # vectors of 128 columns in a step of its loops
   draw_columns: int = 16384  # columns of a block of `draw_tokens`
   draw_width: int = 512  # columns a loop step there: five carried arrays must stay in registers
 
@@ -121,8 +121,8 @@ def measure_rows(logits_BxNxV: jax.Array, columns_BxN: jax.Array, *, tiles: Tile
 def _measure_kernel(column_ref, logits_ref, lse_ref, logit_ref, is_law_ref, top_ref, total_ref,
                     bad_ref, found_ref, *, vocab: int, group: int, step: int):
   """One tile; maximum, sum, broken entries and the wanted logit are kept lane by lane."""
-  tile, num_tiles = pl.program_id(1), pl.num_programs(1)
   block_rows, block_columns = logits_ref.shape
+  tile, num_tiles = pl.program_id(1), pl.cdiv(vocab, block_columns)
   start = tile * block_columns
 
   @pl.when(tile == 0)
@@ -135,7 +135,7 @@ def _measure_kernel(column_ref, logits_ref, lse_ref, logit_ref, is_law_ref, top_
   def fold(is_last: bool):
     num_steps = block_columns // step
     if is_last:
-      num_steps = pl.cdiv(vocab - (num_tiles_static - 1) * block_columns, step)
+      num_steps = pl.cdiv(vocab - (num_tiles - 1) * block_columns, step)
 
     def fold_group(g, _):
       rows = pl.ds(pl.multiple_of(g * group, group), group)
@@ -174,7 +174,6 @@ def _measure_kernel(column_ref, logits_ref, lse_ref, logit_ref, is_law_ref, top_
 
     lax.fori_loop(0, block_rows // group, fold_group, 0)
 
-  num_tiles_static = pl.cdiv(vocab, block_columns)
   pl.when(tile < num_tiles - 1)(lambda: fold(False))
 
   @pl.when(tile == num_tiles - 1)
@@ -205,9 +204,8 @@ def draw_tokens(target_logits_BxWxV, row_B, lse_B, words_Bx2, draft, is_rejected
   padded = round_up(batch, SUBLANES)
   lse_Bx2 = jnp.stack([lse_B, draft_lse_B], axis=1)
   pad = lambda a: jnp.pad(a, ((0, padded - batch),) + ((0, 0),) * (a.ndim - 1))
-  columns = min(tiles.draw_columns, width)
-  step = min(tiles.draw_width, round_up(columns, LANES))
-  columns = columns // step * step if columns > step else columns
+  step = min(tiles.draw_width, width)
+  columns = min(tiles.draw_columns, width) // step * step
   per_row = lambda n: pl.BlockSpec((SUBLANES, n), lambda b, t, *_: (b, 0))
   vmem = lambda dtype: pltpu.VMEM((SUBLANES, step), dtype)
   num_reads = 2 if draft is not None else 1
@@ -220,7 +218,7 @@ def draw_tokens(target_logits_BxWxV, row_B, lse_B, words_Bx2, draft, is_rejected
                     pl.BlockSpec(memory_space=pl.ANY)],
           out_specs=[per_row(1)] * 3,
           scratch_shapes=[
-              pltpu.VMEM((2, 2, SUBLANES, round_up(columns, step)), jnp.float32),
+              pltpu.VMEM((2, 2, SUBLANES, columns), jnp.float32),
               pltpu.SemaphoreType.DMA((2,)), vmem(jnp.float32), vmem(jnp.int32), vmem(jnp.float32),
               vmem(jnp.int32), vmem(jnp.float32)]),
       out_shape=[jax.ShapeDtypeStruct((padded, 1), d) for d in (jnp.int32, jnp.float32, jnp.int32)],
