@@ -177,7 +177,8 @@ CASES = {case.name: case for case in (
     Case("length_selection, budget", lambda: build_length_selection("budget"),
          max_temp_bytes=1 << 20),
     Case("markov_sampling", lambda: build_markov_sampling(resident_mib=80),
-         ci_targets=LARGE_VMEM, targets=LARGE_VMEM, floor_bytes=MARKOV_FLOOR, max_ratio=1.2, max_temp_bytes=4 << 20),
+         ci_targets=LARGE_VMEM, targets=LARGE_VMEM, floor_bytes=MARKOV_FLOOR, max_ratio=1.2,
+         max_temp_bytes=4 << 20),
     Case("markov_sampling, half resident", build_markov_sampling, ci_targets=SMALL_VMEM,
          floor_bytes=MARKOV_FLOOR, max_ratio=1.75, max_temp_bytes=4 << 20),
     Case("markov_sampling, rnn, with logits", lambda: build_markov_sampling(
@@ -189,7 +190,7 @@ CASES = {case.name: case for case in (
          lambda: build_markov_sampling("reference", num_drafts=1), ci_targets=(),
          floor_bytes=B * V * 4 + V * R * 2),
     Case("distillation_loss, 512 tokens", lambda: build_distillation_loss(512),
-         floor_bytes=TWO_PASSES, max_ratio=1.2, max_temp_bytes=4 << 20),
+         floor_bytes=TWO_PASSES, max_ratio=1.2, max_temp_bytes=16 << 20),
     Case("distillation_loss, 512 tokens, XLA",
          lambda: build_distillation_loss(512, implementation="reference"), ci_targets=(),
          floor_bytes=TWO_PASSES),
