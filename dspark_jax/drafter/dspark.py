@@ -180,7 +180,7 @@ class DSparkProposer:
   config: DrafterConfig
   dtype: Any = jnp.float32
   vocab_limit: int | None = None
-  implementation: str = "reference"
+  implementation: str = "auto"
 
   @property
   def proposal_len(self) -> int:
