@@ -65,7 +65,7 @@ def test_whole_load(directories, tmp_path, capsys):
     (dict(trace="nowhere.jsonl", users=()), "nowhere.jsonl")])
 def test_bad_input_is_one_line(directories, tmp_path, changes, message):
   with pytest.raises(SystemExit) as error:
-    _cli.guard(serve_load.main, make_load_config(directories, tmp_path, **changes))
+    _cli.guard(serve_load.main, make_load_config(directories, tmp_path, overhead_slots=0, **changes))
   assert error.value.code.startswith("error: ") and message in error.value.code
 
 
