@@ -82,7 +82,7 @@ def test_bench_of_policies(directories, tmp_path, capsys):
   rows = json.loads((tmp_path / "bench.json").read_text())["results"]["2"]
   assert list(rows) == ["plain", "fixed 2", "early_stop", "lagged"]
   assert all(row["identical"] == 2 for row in rows.values())
-  assert rows["plain"]["speed_up"] == 1 and rows["fixed 2"]["verified"] > 1
+  assert rows["plain"]["speed_up"] == 1 and rows["fixed 2"]["verified"] >= 1
   assert "padding" in capsys.readouterr().out
 
 
