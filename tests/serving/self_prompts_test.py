@@ -41,7 +41,6 @@ def test_written_resumed_and_read(target, tokenizer, tmp_path, monkeypatch):
   assert len(set(texts)) == 5 and all(len(t) >= self_prompts.MIN_CHARACTERS for t in texts)
   assert [json.loads(line) for line in path.read_text().splitlines()] == prompts
   # Killed while writing the third line, started again for as many: the same turns are written.
-  # Only whole batches count, so what is kept may sit in other batches than before.
   whole = path.read_bytes()
   lines = whole.splitlines(keepends=True)
   path.write_bytes(b"".join(lines[:2]) + lines[2][:9])
