@@ -45,7 +45,7 @@ setup(
     packages=find_packages(include=["dspark_jax", "dspark_jax.*",
                                     "pallas_kernels", "pallas_kernels.*"]),
     # Drafters shipped with the library: configuration, weights, model card.
-    package_data={"dspark_jax": ["pretrained/**/*"]},
+    package_data={"dspark_jax": ["pretrained/**/*"], "pallas_kernels": ["README.md"]},
     install_requires=_LIBRARY,
     extras_require={
         "demo": _DEMO,
