@@ -15,8 +15,8 @@ _LIBRARY = [
     "gguf>=0.17",
     "grain>=0.2.12",
     "huggingface_hub>=1.0",
-    "jinja2>=3.1",  # chat templates: transformers does not require it by itself
     "jax>=0.10.2",
+    "jinja2>=3.1",  # chat templates: transformers does not require it by itself
     "matplotlib>=3.9",
     "ml_collections>=1.1",
     "ml_dtypes>=0.5",
@@ -45,7 +45,7 @@ setup(
     packages=find_packages(include=["dspark_jax", "dspark_jax.*",
                                     "pallas_kernels", "pallas_kernels.*"]),
     # Drafters shipped with the library: configuration, weights, model card.
-    package_data={"dspark_jax": ["pretrained/**/*"]},
+    package_data={"dspark_jax": ["pretrained/**/*"], "pallas_kernels": ["README.md"]},
     install_requires=_LIBRARY,
     extras_require={
         "demo": _DEMO,

@@ -15,9 +15,11 @@ def get_config():
   config = ml_collections.ConfigDict()
   config.target = "smollm2-135m-instruct"
   config.dtype = "float32"  # of weights and activations
-  # "builtin", or a JSONL file or directory: lines with `turns` (texts) or `messages`.
+  # "builtin", "self" (the target writes users' turns, as varied as what it was tuned on), or a
+  # JSONL file or directory: lines with `turns` (texts) or `messages`.
   config.prompts = "builtin"
-  config.num_prompts = 2000  # of the built-in generator; of a file the first so many, 0 = all
+  config.num_prompts = 2000  # to make; of a file the first so many, 0 = all
+  config.max_prompt_tokens = 128  # of prompts that the target writes; longer ones are dropped
   config.out = "runs/rows.jsonl"
   config.seed = 0  # of prompts and answers
 

@@ -63,7 +63,7 @@ def compile_here(name: str, target: str) -> dict:
       argument_bytes=memory.argument_size_in_bytes, output_bytes=memory.output_size_in_bytes,
       bytes_accessed=accessed, floor_bytes=floor, ratio=accessed / floor,
       flops=cost.get("flops", 0.0), transcendentals=cost.get("transcendentals", 0.0),
-      num_copies=case.no_copies_of and count_copies(compiled.as_text(), *case.no_copies_of))
+      copies=case.no_copies_of and find_copies(compiled.as_text(), *case.no_copies_of))
 
 
 def count_bytes(tree) -> int:
@@ -72,15 +72,19 @@ def count_bytes(tree) -> int:
   return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
-def count_copies(text: str, dtype: str, shape: tuple[int, ...]) -> int:
-  """Returns how many instructions of an HLO text copy or transpose an array of a shape.
+def find_copies(text: str, dtype: str, shape: tuple[int, ...]) -> list[str]:
+  """Returns the instructions of an HLO text that copy or transpose an array of a shape.
 
-  Raises ValueError where the text has no such array at all: the count would mean nothing.
+  A copy between memories (S(1) is the on-chip VMEM, and then one side alone has it) is how an array
+  is read or written anyway, and is left out. Raises ValueError where the text has no such array at
+  all: finding none would mean nothing.
   """
   array = rf"{dtype}\[{','.join(map(str, shape))}\]"
   if not re.search(array, text):
     raise ValueError(f"no_copies_of: found no {dtype}{list(shape)} in the program")
-  return len(re.findall(rf"= \(?{array}\S* (?:\S+ )*?(?:copy|copy-start|transpose)\(", text))
+  found = re.findall(rf"\S+ = \(?{array}\S* (?:\S+ )*?(?:copy|copy-start|transpose)\(.*", text)
+  is_move = lambda line: "copy-start(" in line and line.split("copy-start(")[0].count("S(1)") == 1
+  return [line[:300] for line in found if not is_move(line)]
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def main(config):
     results[num] = {}
     for name, found in runs.items():
       same = sum(find_difference(a, b) is None for a, b in zip(found[-1]["answers"], plain))
-      ratios = [a["tokens"] / a["seconds"] * b["seconds"] / b["tokens"]
+      ratios = [a["tokens"] * b["seconds"] / (a["seconds"] * b["tokens"])
                 for a, b in zip(found[1:], runs["plain"][1:])]
       row = results[num][name] = {
           key: statistics.median(r[key] for r in found[1:])

@@ -21,7 +21,7 @@ def format_row(row: dict) -> str:
   cells = (row["target"], f"{row['lower_s'] + row['compile_s']:.1f}",
            *(f"{row[key] / 1e6:.1f}" for key in ("temp_bytes", "bytes_accessed", "floor_bytes")),
            f"{row['ratio']:.3f}", f"{row['flops'] / 1e9:.2f}",
-           "-" if row["num_copies"] is None else str(row["num_copies"]))
+           "-" if row["copies"] is None else str(len(row["copies"])))
   return "| " + " | ".join(cells) + " |"
 
 
@@ -39,7 +39,7 @@ def report(config) -> list[dict]:
       (row["case"], row["target"]): row for row in json.loads(path.read_text())}
   for name in names:
     print(f"\n{name}\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    for target in targets:
+    for target in (t for t in targets if t in CASES[name].targets):
       if (name, target) not in rows:
         rows[name, target] = _compile.compile_elsewhere(name, target)
         path.write_text(json.dumps(list(rows.values()), indent=1))

@@ -2,8 +2,9 @@
 
   python -m experiments.regenerate --config=configs/regenerate.py --config.out=runs/rows.jsonl
 
-Prompts come from the built-in generator or from JSONL (`--config.prompts=FILE`). Started again with
-the same flags, it goes on where it was stopped.
+Prompts come from the built-in generator, from JSONL (`--config.prompts=FILE`), or from the target
+itself (`--config.prompts=self`: it writes users' turns, kept in OUT.prompts.jsonl). Started again
+with the same flags, it goes on where it was stopped.
 """
 
 import jax.numpy as jnp
@@ -13,16 +14,27 @@ from dspark_jax.data.jsonl import read_prompts
 from dspark_jax.data.prompts import generate_prompts
 from dspark_jax.interop.load import load_target
 from dspark_jax.serving.regenerate import RegenerateOptions, regenerate
+from dspark_jax.serving.self_prompts import write_prompts
 from experiments import _cli
 
 LAW = ("temperature", "top_k", "top_p", "min_p")
 
 
-def read_any_prompts(config) -> list[dict]:
-  """Returns prompts of a file or directory, or of the built-in generator."""
+def read_any_prompts(config) -> list[dict] | None:
+  """Returns prompts of a file or directory, or of the built-in generator; None for "self"."""
+  if config.prompts == "self":
+    return None
   if config.prompts == "builtin":
     return generate_prompts(config.num_prompts, seed=config.seed)
   return read_prompts(config.prompts)[:config.num_prompts or None]
+
+
+def let_target_ask(config, target, tokenizer) -> list[dict]:
+  """Returns prompts that the target writes, at temperature 1."""
+  return write_prompts(target, tokenizer, config.num_prompts, f"{config.out}.prompts.jsonl",
+                       options=RegenerateOptions(
+                           batch_size=config.batch_size, max_new_tokens=config.max_prompt_tokens,
+                           temperature=1.0, seed=config.seed, dtype=config.dtype))
 
 
 def make_options(config, sampling: dict[str, float]) -> RegenerateOptions:
@@ -40,9 +52,11 @@ def main(config):
   make_options(config, {})  # a bad field is told before the target is loaded
   target = load_target(config.target, dtype=jnp.dtype(config.dtype))
   options = make_options(config, target.sampling)
+  tokenizer = chat.load_tokenizer(target.path)
+  if prompts is None:
+    prompts = let_target_ask(config, target, tokenizer)
   print(f"{len(prompts)} prompts, {options}")
-  counts = regenerate(target, chat.load_tokenizer(target.path), prompts, config.out,
-                      options=options)
+  counts = regenerate(target, tokenizer, prompts, config.out, options=options)
   print(", ".join(f"{name} {count}" for name, count in counts.items()), f"-> {config.out}")
 
 

@@ -1,5 +1,6 @@
 """Test settings for the whole suite, and the fixture for the shared golden data."""
 
+import gc
 import os
 import pathlib
 import sys
@@ -18,6 +19,17 @@ if str(ROOT) not in sys.path:
 # Silent broadcasting of [V] against [B, V] hides shape mistakes; reused keys hide biased laws.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+  """Frees what a file compiled: a program keeps memory maps, and Linux allows 65,530 a process.
+
+  The whole suite needs more, and beyond it XLA's compiler dies of a segmentation fault.
+  """
+  yield
+  jax.clear_caches()
+  gc.collect()
 
 
 @pytest.fixture(scope="session")

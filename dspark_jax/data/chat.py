@@ -60,6 +60,12 @@ def render_prompt(tokenizer, messages):
   return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True))
 
 
+def render_text(tokenizer, messages):
+  """Text of a conversation, as the template writes it."""
+  check_messages(messages)
+  return _render(tokenizer, messages)
+
+
 def render_conversation(tokenizer, messages):
   """Token ids and loss mask of a whole conversation: (ids, mask), equally long lists of int.
 

@@ -39,7 +39,7 @@ def generate_prompts(num, *, seed):
 
 
 def held_out_prompts(num, *, seed):
-  """Makes `num` prompts that no training set contains, a third each of code, arithmetic and chat.
+  """Makes `num` prompts that `generate_prompts` never makes: code, arithmetic, chat, a third each.
 
   As `generate_prompts`, but "domain" is "code", "arithmetic" or "chat", in turn, and "kind" keeps
   the finer domain. A prompt belongs here by a hash of its key, so the split needs no list.

@@ -40,7 +40,7 @@ def measure_timings(frame: Frame, params, batch: int, *, context_tokens: int = C
 
   Args:
     frame: with a drafter, a policy and a ladder.
-    context_tokens: committed tokens of each request.
+    context_tokens: committed tokens of each request, fewer where the target holds fewer.
     num_slots: of the caches, None = just enough; attention on CPU reads all of them.
   """
   if frame.drafter is None or frame.ladder is None:
@@ -130,10 +130,11 @@ def prepare_batch(frame: Frame, params, batch: int, *, name: str,
 def _make_state(frame: Frame, params, batch, context_tokens, num_slots, temperature) -> DecodeState:
   """A batch that has `context_tokens` of some text; what text does not matter for time."""
   bare = dataclasses.replace(frame, policy=None, estimator=None, ladder=None)
-  tokens = np.random.default_rng(0).integers(0, frame.target.vocab_size, context_tokens - 1)
+  num_new = max(frame.slack + 1, 0 if num_slots is None else num_slots - context_tokens)
+  num_prompt = max(1, min(context_tokens - 1, frame.target.max_position_embeddings - num_new))
+  tokens = np.random.default_rng(0).integers(0, frame.target.vocab_size, num_prompt)
   state = loop.start(
-      bare, params, [tokens.tolist()] * batch, max_new_tokens=max(
-          frame.slack + 1, 0 if num_slots is None else num_slots - context_tokens),
+      bare, params, [tokens.tolist()] * batch, max_new_tokens=num_new,
       sampling=make_sampling_params(batch, temperature=temperature, seed=np.arange(batch)))
   # It must not matter whether the first token happened to end a request.
   return state.replace(is_done_B=jnp.zeros(batch, bool))

@@ -181,7 +181,7 @@ class DSparkProposer:
   config: DrafterConfig
   dtype: Any = jnp.float32
   vocab_limit: int | None = None
-  implementation: str = "reference"
+  implementation: str = "auto"
 
   @property
   def proposal_len(self) -> int:
@@ -307,7 +307,7 @@ class DSparkProposer:
         bias_B, more_B = self._apply(params, "copy_bias", hidden_BxD, copies.level)
         confidence_logit_B = confidence_logit_B + more_B
         logits_BxV = _add_at(logits_BxV, copies.token, bias_B, draft_ids)
-      margin_B = drafting.top_margin(logits_BxV)
+      margin_B = drafting.top_margin(self._limit(logits_BxV, draft_ids))
       law_BxV = sampling.law_logits(logits_BxV, sampling_params, vocab_limit=self.vocab_limit,
                                     ids=draft_ids)
       token_B = sampling.sample(law_BxV, words_Bx2, ids=draft_ids)
@@ -323,15 +323,11 @@ class DSparkProposer:
     def by_kernel():
       head = params["markov_head"]
       pre_GxBxE, cell_ExI = split_cell(self.config, head, hidden_GxBxD, self.dtype)
-      base = base_logits_GxBxV
-      if self.vocab_limit is not None:
-        ids_V = jnp.arange(base.shape[-1]) if draft_ids is None else draft_ids
-        base = jnp.where((ids_V < self.vocab_limit)[None, None], base, -jnp.inf)
       draws = markov_sampling.markov_sampling(
-          base, head["markov_w1"].astype(self.dtype), self._apply(params, "bias_weight"), anchor_B,
-          words_GxBx2, sampling_params.temperature, kind=self.config.markov_head_type,
-          pre_GxBxE=pre_GxBxE, cell_ExI=cell_ExI, ids_V=draft_ids, with_logits=True,
-          implementation=implementation)
+          self._limit(base_logits_GxBxV, draft_ids), head["markov_w1"].astype(self.dtype),
+          self._apply(params, "bias_weight"), anchor_B, words_GxBx2, sampling_params.temperature,
+          kind=self.config.markov_head_type, pre_GxBxE=pre_GxBxE, cell_ExI=cell_ExI,
+          ids_V=draft_ids, with_logits=True, implementation=implementation)
       previous_GxB = jnp.concatenate([anchor_B[None], draws.tokens_GxB[:-1]])
       law_BxGxV = sampling.law_logits(jnp.swapaxes(draws.logits_GxBxV, 0, 1), sampling_params)
       return (draws.tokens_GxB, jnp.swapaxes(law_BxGxV, 0, 1),
@@ -343,6 +339,14 @@ class DSparkProposer:
     return jax.lax.cond(
         is_filtered, lambda: self._walk(params, hidden_GxBxD, base_logits_GxBxV, words_GxBx2,
                                         anchor_B, sampling_params, draft_ids), by_kernel)
+
+  def _limit(self, logits_xV: jax.Array, draft_ids: jax.Array | None) -> jax.Array:
+    """Takes ids at and beyond `vocab_limit` out."""
+    if self.vocab_limit is None:
+      return logits_xV
+    ids_V = jnp.arange(logits_xV.shape[-1]) if draft_ids is None else draft_ids
+    is_in = (ids_V < self.vocab_limit).reshape((1,) * (logits_xV.ndim - 1) + (-1,))
+    return jnp.where(is_in, logits_xV, -jnp.inf)
 
   def _apply(self, params, method: str, *args):
     return DSparkDrafter(self.config, self.dtype).apply({"params": params}, *args, method=method)

@@ -133,7 +133,7 @@ def run_soak(frame: Frame, params, prompts: Sequence[Sequence[int]], *,
       next_job = None
     engine.step()
     # Some users outside give up on whatever is on its way.
-    if rng.random() < _outside_rate(options, engine):
+    if requests and rng.random() < _outside_rate(options, engine):
       engine.cancel(rng.choice(requests[-3 * engine_options.batch:]))
     on_step(len(requests))
     if memory is None and 10 * len(requests) >= options.num_requests:

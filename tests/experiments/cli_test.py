@@ -11,7 +11,7 @@ from experiments import _cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPTS = ("bench_decode", "bench_schedule", "calibrate", "profile_step_curve", "quickstart",
-           "regenerate", "study_estimators")
+           "regenerate", "serve_load", "soak", "study_estimators")
 # A script of its own, for the real ones import for seconds.
 SCRIPT = '''"""What it does."""
 from experiments import _cli
@@ -75,10 +75,12 @@ def test_every_script_goes_through_it(name):
   assert len(text.splitlines()) <= 100
 
 
-def test_misspelt_field_of_a_real_script():
+@pytest.mark.parametrize("script, found, meant", [
+    ("regenerate", "max_new_tokns", "max_new_tokens"), ("train_drafter", "max_lenn", "max_len")])
+def test_misspelt_field_of_a_real_script(script, found, meant):
   result = subprocess.run(
-      [sys.executable, "-m", "experiments.regenerate", "--config.max_new_tokns=3"], cwd=ROOT,
+      [sys.executable, "-m", f"experiments.{script}", f"--config.{found}=3"], cwd=ROOT,
       env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
   assert result.returncode == 1
   assert result.stderr.splitlines()[-1] == (
-      'error: --config: max_new_tokns Did you mean "max_new_tokens" instead of "max_new_tokns"?')
+      f'error: --config: {found} Did you mean "{meant}" instead of "{found}"?')

@@ -75,7 +75,7 @@ def test_step_curve_is_written(directories, tmp_path, capsys):
 @pytest.mark.slow
 def test_bench_of_policies(directories, tmp_path, capsys):
   config = bench_config.get_config()
-  config.update(target=str(directories[0]), draft_model=str(directories[1]), max_new_tokens=6,
+  config.update(target=str(directories[0]), draft_model=str(directories[1]), max_new_tokens=16,
                 prompts=write_prompts(tmp_path), num_requests=(2,), max_draft_lens=(2,),
                 thresholds=(), repeats=1, out=str(tmp_path / "bench.json"))
   bench_schedule.main(config)

@@ -64,8 +64,9 @@ def test_whole_load(directories, tmp_path, capsys):
     (dict(max_len=20), "max_len: found 20"), (dict(max_draft_lens=(-1,)), "length: found -1"),
     (dict(trace="nowhere.jsonl", users=()), "nowhere.jsonl")])
 def test_bad_input_is_one_line(directories, tmp_path, changes, message):
+  config = make_load_config(directories, tmp_path, overhead_slots=0, **changes)
   with pytest.raises(SystemExit) as error:
-    _cli.guard(serve_load.main, make_load_config(directories, tmp_path, **changes))
+    _cli.guard(serve_load.main, config)
   assert error.value.code.startswith("error: ") and message in error.value.code
 
 

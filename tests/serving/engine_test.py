@@ -93,7 +93,7 @@ def test_plain_decoding():
 
 
 @pytest.mark.parametrize("policy", [EarlyStop(fills_bucket=True, explore_every=5), Lagged(),
-                                    ConfidenceThreshold(0.6)])
+                                    ConfidenceThreshold(0.15)])
 def test_policies_that_look_at_the_whole_batch(monkeypatch, tmp_path, policy):
   """Buckets, a curve that makes rows expensive, greedy requests: the tokens of their runs alone."""
   frame, params = decode_cases.make_pair()
