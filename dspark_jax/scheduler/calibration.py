@@ -111,8 +111,9 @@ def save_sts(directory: str | pathlib.Path, temperatures: Sequence[float],
   path = pathlib.Path(directory) / FILE
   content = dict(format=FORMAT, version=VERSION, temperatures=list(temperatures), **about)
   # allow_nan: a bare NaN is no JSON; missing figures are null.
-  path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-  return path
+  draft = path.with_suffix(path.suffix + ".new")
+  draft.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+  return draft.replace(path)
 
 
 def load_sts(directory: str | pathlib.Path, proposal_len: int) -> tuple[float, ...]:
