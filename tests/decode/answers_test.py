@@ -18,7 +18,7 @@ def test_a_round_counts_whole_or_not_at_all():
   rounds = make_rounds([3, 3, 3], [2, 3, 1], [3, 4, 2])
   assert count_whole_rounds(rounds, 8).num_new_N.tolist() == [3, 4, 2]
   assert count_whole_rounds(rounds, 7).num_new_N.tolist() == [3, 4]
-  assert count_whole_rounds(rounds, 4).num_new_N.tolist() == [3, 4]  # ends at 8 tokens, 4 more than asked for
+  assert count_whole_rounds(rounds, 4).num_new_N.tolist() == [3, 4]  # 8 tokens in the end
   assert count_whole_rounds(rounds, 3).num_new_N.tolist() == [3]
 
 
