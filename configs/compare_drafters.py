@@ -51,7 +51,7 @@ def get_config():
 
   config.budget = budget = ml_collections.ConfigDict()
   budget.max_steps = 1500
-  budget.batch_size = 4  # sequences; x accumulation x max_len tokens a step
+  budget.batch_size = 4  # sequences; x accumulation x max_len positions a step
   budget.accumulation = 1
   budget.max_len = 256
   budget.num_eval_rows = 16

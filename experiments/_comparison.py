@@ -42,7 +42,7 @@ class Comparison:
     self.domains = choose_domains(config)
     self.target = load_target(config.target)
     self.runs = {name: make_run_config(config, recipe, self.target.config)
-                  for name, recipe in recipes.items()}  # refuses a bad recipe before any work
+                 for name, recipe in recipes.items()}  # refuses a bad recipe before any work
     self._rows = read_rows(config.data, vocab_size=self.target.config.vocab_size) if recipes else []
     self._rows_digest = digest([[r["input_ids"].tolist(), r["loss_mask"].tolist()]
                                 for r in self._rows])
@@ -72,7 +72,7 @@ class Comparison:
       return None
     steps, sequences = result.train.num_steps, run.train.batch_size * run.train.accumulation
     return dict(parameters=count_parameters(result.params), steps=steps,
-                tokens=steps * sequences * run.max_len, metrics=dict(result.train.metrics),
+                positions=steps * sequences * run.max_len, metrics=dict(result.train.metrics),
                 seconds_of_last_start=time.perf_counter() - started)
 
   def evaluate(self, name: str, law: str, domain: str, threshold: float = 0.0) -> Cell | None:

@@ -50,6 +50,9 @@ def vary(recipe: dict, *, depth: int | None = None, length: int | None = None) -
     drafter["num_layers"] = depth
     if warm_start.get("layer_ids"):
       last = warm_start["layer_ids"][-1]
+      if depth > last + 1:
+        raise ValueError(f"depths: found {depth}, expected at most {last + 1}: a warm start copies "
+                         f"target layers up to {last}")
       warm_start["layer_ids"] = tuple(range(last - depth + 1, last + 1))
   if length is not None:
     loss = recipe["train"]["loss"]

@@ -22,7 +22,7 @@ def main(config):
     found = comparison.train(name)
     if found is not None:
       print(f"{name}: {found['parameters'] / 1e6:.1f}M parameters, {found['steps']} steps of "
-            f"{found['tokens'] // found['steps']} tokens, tau_prob on held-out rows "
+            f"{found['positions'] // found['steps']} positions, tau_prob on held-out rows "
             f"{found['metrics'].get('eval_tau_prob', float('nan')):.2f}")
   times = {}
   if {"table", "length", "head_share"} & set(config.figures):

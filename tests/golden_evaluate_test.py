@@ -27,7 +27,7 @@ def _quick_compilation():
 
 
 @pytest.mark.parametrize("folder, threshold", [
-    ("qwen3_vanilla", 0.0), ("qwen3_vanilla", 0.3), ("qwen3_dflash", 0.0), ("qwen3_eagle3", 0.0)])
+    ("qwen3_vanilla", 0.3), ("qwen3_dflash", 0.0), ("qwen3_eagle3", 0.0)])
 def test_same_lengths_as_the_references_evaluator(goldens, folder, threshold):
   golden = json.loads((goldens / folder / "greedy_decode.json").read_text())
   cases = [c for c in golden["cases"] if c.get("confidence_threshold", 0.0) == threshold]

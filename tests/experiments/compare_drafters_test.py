@@ -129,7 +129,8 @@ def test_stops_when_time_is_up(target, tmp_path, capsys, log):
 
 
 def test_budget_is_the_same_for_all(target, tmp_path):
-  config = make_config(target, tmp_path, drafters=("dspark", "dflash", "eagle3"), figures=("table",))
+  config = make_config(target, tmp_path, drafters=("dspark", "dflash", "eagle3"),
+                       figures=("table",))
   config.recipes.eagle3.drafter.update(target_layer_ids=(0, 1), draft_vocab_size=100)
   recipes, *_ = _figures.plan_recipes(config)
   runs = [_comparison.make_run_config(config, recipe, tiny.CONFIG) for recipe in recipes.values()]
@@ -161,7 +162,7 @@ def test_shipped_plan_shares_what_it_can():
     (dict(figures=("fig",)), "figures: found 'fig'"), (dict(laws=("t1",)), "laws: found 't1'"),
     (dict(studied=()), "studied: found none"), (dict(prompts={"maths": ""}), "prompts.maths"),
     (dict(prompts={}), "prompts: found no domain"), (dict(workdir="FILE/x"), "FILE"),
-    (dict(num_prompts=-1), "num_prompts: found -1"), (dict(depths=(9,)), "warm_start.layer_ids")])
+    (dict(num_prompts=-1), "num_prompts: found -1"), (dict(depths=(9,)), "depths: found 9")])
 def test_bad_input_is_one_line(target, tmp_path, changes, message):
   (tmp_path / "FILE").write_text("")
   if "workdir" in changes:
