@@ -23,7 +23,8 @@ def plot_curves(panels: Mapping[str, Mapping[str, Sequence[Point]]], path: str |
       color = f"C{labels.index(label)}"
       x, y, low, high = zip(*points)
       ax.plot(x, y, "o-", color=color, label=label)
-      known = [(a, b, b - lo, hi - b) for a, b, lo, hi in points if lo is not None]
+      # A percentile interval need not hold the figure itself.
+      known = [(a, b, max(b - lo, 0), max(hi - b, 0)) for a, b, lo, hi in points if lo is not None]
       if known:
         a, b, below, above = zip(*known)
         ax.errorbar(a, b, yerr=(below, above), fmt="none", ecolor=color, capsize=3, alpha=0.6)

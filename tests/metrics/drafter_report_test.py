@@ -58,7 +58,8 @@ def test_rows_and_table_by_hand():
 
 
 def test_figures(tmp_path):
-  lines = {"a": [(1, 2.0, 1.5, 2.5), (2, 3.0, None, None)], "b": [(1, 1.0, None, None)]}
+  lines = {"a": [(1, 2.0, 1.5, 2.5), (2, 3.0, None, None), (3, 3.0, 3.5, 4.0)],
+           "b": [(1, 1.0, None, None)]}
   for panels in ({"x": lines, "y": {"b": lines["b"]}}, {"": lines}, {"nothing": {}}):
     path = drafter_plots.plot_curves(panels, tmp_path / "new" / "c.png", xlabel="x",
                                      ylabels=["y"] * len(panels), title="t")
