@@ -36,6 +36,9 @@ def test_rounds_of_several_drafters_take_turns(monkeypatch):
     return next(clock) / 1e3, run(*args)
 
   monkeypatch.setattr(profile, "_time", count)
+  monkeypatch.setattr(profile, "_make_state", lambda *args: None)
+  monkeypatch.setattr(profile, "_compile_parts", lambda frame: (
+      lambda *args: None, lambda params, state, *rest: (state, None)))
   pair = make_frame(policy=None, ladder=None)
   found = profile.compare_rounds({"a": pair, "b": pair}, 2, context_tokens=8, repeats=2)
   assert found["a"] == profile.RoundTime(pytest.approx(6), pytest.approx(7))

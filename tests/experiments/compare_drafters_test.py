@@ -1,9 +1,14 @@
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from dspark_jax.decode.profile import RoundTime
+from dspark_jax.decode.state import Frame
+from dspark_jax.drafter.dspark import DSparkProposer
+from dspark_jax.metrics.evaluation import Counts
 from configs import compare_drafters as configs_compare_drafters
 from experiments import _cli, _comparison, _evaluation, _figures, _training, compare_drafters
 from tests import tiny
@@ -47,72 +52,118 @@ def read_csv(path):
     return list(csv.DictReader(stream))
 
 
+def test_one_drafter_for_real(target, tmp_path, capsys):
+  """Trains, decodes and times; the timing also without the sequential head."""
+  config = make_config(target, tmp_path, laws=("recommended",), untrained=(),
+                       figures=("table", "head_share"))
+  compare_drafters.main(config)
+  out, work = capsys.readouterr().out, tmp_path / "work"
+  assert "recommended: temperature 0.7, top_p 0.9" in out and "sequential head" in out
+  table = read_csv(work / "table.csv")
+  assert [(r["drafter"], r["domain"]) for r in table] == [
+      (d, p) for d in ("plain", "dspark") for p in ("code", "maths", "macro")]
+  for row in table:
+    assert (float(row["tau"]) == 1.0) if row["drafter"] == "plain" else (
+        1.0 <= float(row["low"]) <= float(row["high"]) <= 3.0)
+    assert float(row["tokens_per_s"]) > 0 and float(row["verify_ms"]) > 0
+  assert int(table[-1]["parameters"]) > 1000
+  [share] = read_csv(work / "head_share.csv")
+  assert share["drafter"] == "dspark" and float(share["backbone_ms"]) > 0
+  assert (work / "drafters" / "dspark" / "drafter" / "config.json").is_file()
+
+
+TAU = {"plain": 1, "dspark": 4, "dflash": 3, "prompt-lookup": 2}
+
+
 @pytest.fixture
-def log(monkeypatch):
-  """What was trained and decoded, and a number of decodings after which the process is killed."""
+def fake(monkeypatch):
+  """Training, decoding and timing of known outcome; `kill_after` decodings the process dies.
+
+  Every answer has ten rounds; milliseconds are 5 of drafting, 1 less without a head, and 15.
+  """
   log = dict(trained=[], decoded=[], kill_after=np.inf)
-  train, decode = _training.train, _evaluation.decode
 
-  def train_logged(config, *args, **kwargs):
-    log["trained"].append(config.drafter.markov_rank)
-    return train(config, *args, **kwargs)
+  def train(run, *args, **kwargs):
+    log["trained"].append(run.drafter.markov_rank)
+    return SimpleNamespace(params={"w": np.zeros(7)}, train=SimpleNamespace(
+        is_finished=True, num_steps=2, metrics=dict(eval_tau_prob=1.5)))
 
-  def decode_logged(*args, desc, **kwargs):
+  def open_model(comparison, name):
+    drafter = None
+    if name in comparison.runs:
+      drafter = DSparkProposer(comparison.runs[name].drafter)
+    model = SimpleNamespace(frame=Frame(tiny.CONFIG, drafter), params={}, threshold=0.0)
+    model.with_policy = lambda confidence_threshold: SimpleNamespace(
+        **{**vars(model), "threshold": confidence_threshold})
+    return model
+
+  def decode(model, prompts, *, law, desc, **options):
     if len(log["decoded"]) >= log["kill_after"]:
       raise KeyboardInterrupt
-    log["decoded"].append(desc)
-    return decode(*args, desc=desc, **kwargs)
+    log["decoded"].append((desc, model.threshold))
+    tau = TAU[desc.split(",")[0]] - (model.threshold > 0) - (law["temperature"] > 0) / 2
+    return _evaluation.Decoded([Counts(
+        num_tokens=10, num_rounds=10, num_committed=int(10 * tau), verified_G=[10, 10],
+        reached_G=[10, 5], accepted_G=[5, 4])] * len(prompts), None, seconds=2.0, num_decoded=30)
 
-  monkeypatch.setattr(_training, "train", train_logged)
-  monkeypatch.setattr(_evaluation, "decode", decode_logged)
+  def compare_rounds(frames, batch, **options):
+    assert batch == 1 and options["context_tokens"] == 8
+    return {name: RoundTime(5.0 - name.endswith("head"), 15.0) for name in frames}
+
+  monkeypatch.setattr(_training, "train", train)
+  monkeypatch.setattr(_evaluation, "decode", decode)
+  monkeypatch.setattr(_comparison, "compare_rounds", compare_rounds)
+  monkeypatch.setattr(_comparison.Comparison, "open", open_model)
   return log
 
 
-def test_whole_comparison_killed_and_started_again(target, tmp_path, capsys, log):
+def test_all_figures_by_hand_killed_and_started_again(target, tmp_path, capsys, fake):
   config, work = make_config(target, tmp_path), tmp_path / "work"
-  log["kill_after"] = 3
+  fake["kill_after"] = 3
   with pytest.raises(KeyboardInterrupt):
     compare_drafters.main(config)
-  assert log["trained"] == [4, 0] and not (work / "table.csv").exists()
-  log["kill_after"] = np.inf
+  assert fake["trained"] == [4, 0] and not (work / "table.csv").exists()
+  fake["kill_after"] = np.inf
   compare_drafters.main(config)
-  assert log["trained"] == [4, 0]  # nothing trained twice
+  assert fake["trained"] == [4, 0]  # nothing trained twice
   # Three drafters, two laws, two domains; DFlash and a threshold under the studied law alone.
-  assert len(log["decoded"]) == len(set(log["decoded"])) + 2 == 3 * 2 * 2 + 2 + 2
-  out = capsys.readouterr().out
-  assert "sequential head" in out and "macro tau of" in out and "time is up" not in out
+  assert len(fake["decoded"]) == len(set(fake["decoded"])) == 3 * 2 * 2 + 2 + 2
+  assert "time is up" not in capsys.readouterr().out
 
   table = read_csv(work / "table.csv")
-  assert [(r["law"], r["drafter"], r["domain"]) for r in table[:4]] == [
-      ("greedy", "plain", "maths"), ("greedy", "plain", "code"), ("greedy", "plain", "macro"),
-      ("greedy", "dspark", "maths")]
-  assert len(table) == 2 * 3 * 3
-  for row in table:
-    is_plain = row["drafter"] == "plain"
-    assert (float(row["tau"]) == 1.0) if is_plain else (1.0 <= float(row["tau"]) <= 8.0)
-    assert float(row["tokens_per_s"]) > 0 and float(row["verify_ms"]) > 0
-    assert bool(row["parameters"]) == (row["drafter"] == "dspark")
-  tau = {r["drafter"]: float(r["tau"]) for r in table
-         if r["law"] == "greedy" and r["domain"] == "macro"}
-  [lead] = [r for r in read_csv(work / "table_leads.csv") if r["law"] == "greedy"]
-  assert lead["over"] == "prompt-lookup"
-  assert float(lead["lead"]) == pytest.approx(tau["dspark"] / tau["prompt-lookup"] - 1)
-  [length_lead] = read_csv(work / "length_leads.csv")
-  assert (length_lead["drafter"], length_lead["over"]) == ("dspark", "dflash")
+  assert [(r["law"], r["drafter"], r["tau"]) for r in table if r["domain"] == "macro"] == [
+      ("greedy", "plain", "1.0"), ("greedy", "dspark", "4.0"), ("greedy", "prompt-lookup", "2.0"),
+      ("recommended", "plain", "0.5"), ("recommended", "dspark", "3.5"),
+      ("recommended", "prompt-lookup", "1.5")]
+  assert len(table) == 2 * 3 * 3 and {r["tokens_per_s"] for r in table} == {"15.0"}
+  assert [r["parameters"] for r in table[2:7]] == ["", "7", "7", "7", ""]
+  assert {(r["draft_ms"], r["verify_ms"]) for r in table} == {("5.0", "15.0")}
+  assert [(r["law"], r["over"], float(r["lead"])) for r in read_csv(work / "table_leads.csv")] == [
+      ("greedy", "prompt-lookup", 1.0), ("recommended", "prompt-lookup", pytest.approx(4 / 3))]
+  for name in ("depth", "length"):
+    assert [(r["drafter"], r["tau"]) for r in read_csv(work / f"{name}.csv")] == [
+        ("dspark", "4.0"), ("dflash", "3.0")]
+    [lead] = read_csv(work / f"{name}_leads.csv")
+    assert (lead["drafter"], lead["over"]) == ("dspark", "dflash")
+    assert float(lead["lead"]) == pytest.approx(1 / 3)
+  assert {r["round_ms"] for r in read_csv(work / "length.csv")} == {"20.0"}
   positions = read_csv(work / "positions.csv")
+  assert [(r["drafter"], r["domain"], r["position"], r["rate"], r["rounds"])
+          for r in positions[:2]] == [("dspark", "code", "1", "0.5", "20"),
+                                      ("dspark", "code", "2", "0.8", "10")]
   assert {(r["drafter"], r["domain"]) for r in positions} == {
       (d, p) for d in ("dspark", "prompt-lookup") for p in ("maths", "code")}
-  assert [r["threshold"] for r in read_csv(work / "thresholds.csv")] == ["0.0"] * 2 + ["0.6"] * 2
-  [share] = read_csv(work / "head_share.csv")
-  assert share["drafter"] == "dspark" and float(share["backbone_ms"]) > 0
+  assert [(r["threshold"], r["tau"]) for r in read_csv(work / "thresholds.csv")] == (
+      [("0.0", "4.0")] * 2 + [("0.6", "3.0")] * 2)
+  [share] = read_csv(work / "head_share.csv")  # DFlash has no head
+  assert (share["drafter"], share["head_ms"], share["share"]) == ("dspark", "1.0", "0.05")
   for name in ("positions", "depth", "length", "thresholds", "head_share"):
     assert (work / f"{name}.png").stat().st_size > 5000
 
   # Once more: everything is there, and the report is the same to the last digit.
   before = {p.name: p.read_bytes() for p in work.glob("*.csv")}
-  num = len(log["decoded"])
   compare_drafters.main(config)
-  assert log["trained"] == [4, 0] and len(log["decoded"]) == num
+  assert fake["trained"] == [4, 0] and len(fake["decoded"]) == 16
   assert {p.name: p.read_bytes() for p in work.glob("*.csv")} == before
 
   # Another comparison does not go on in the same place.
@@ -122,10 +173,30 @@ def test_whole_comparison_killed_and_started_again(target, tmp_path, capsys, log
   assert "\n" not in error.value.code
 
 
-def test_stops_when_time_is_up(target, tmp_path, capsys, log):
+def test_stops_when_time_is_up(target, tmp_path, capsys, fake):
   compare_drafters.main(make_config(target, tmp_path, max_minutes=1e-9))
   assert "time is up, start again" in capsys.readouterr().out
-  assert log["trained"] == log["decoded"] == [] and not list((tmp_path / "work").glob("*.csv"))
+  assert fake["trained"] == fake["decoded"] == [] and not list((tmp_path / "work").glob("*.csv"))
+
+
+def test_an_unfinished_training_is_no_cell(target, tmp_path, fake, monkeypatch):
+  train = _training.train
+
+  def pause(*args, **kwargs):
+    result = train(*args, **kwargs)
+    result.train.is_finished = False
+    return result
+
+  monkeypatch.setattr(_training, "train", pause)
+  config = make_config(target, tmp_path, figures=("table",))
+  compare_drafters.main(config)
+  assert {r["drafter"] for r in read_csv(tmp_path / "work" / "table.csv")} == {
+      "plain", "prompt-lookup"}
+  monkeypatch.setattr(_training, "train", train)
+  compare_drafters.main(config)
+  table = read_csv(tmp_path / "work" / "table.csv")
+  assert {r["drafter"] for r in table} == {"plain", "dspark", "prompt-lookup"}
+  assert all(r["verify_ms"] == "15.0" for r in table)  # timed again, side by side
 
 
 def test_budget_is_the_same_for_all(target, tmp_path):

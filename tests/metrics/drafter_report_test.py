@@ -8,9 +8,12 @@ from dspark_jax.metrics.evaluation import Counts
 
 
 def make_cell(*answers, seconds=2.0):
-  """A cell of answers (rounds, committed tokens)."""
-  counts = [Counts(num_tokens=c + 1, num_rounds=r, num_committed=c, verified_G=[r], reached_G=[r],
-                   accepted_G=[c - r]) for r, c in answers]
+  """A cell of answers (rounds, committed tokens), three drafts verified in every round."""
+  counts = []
+  for r, c in answers:
+    accepted_G = [min(max(c - (k + 1) * r, 0), r) for k in range(3)]
+    counts.append(Counts(num_tokens=c + 1, num_rounds=r, num_committed=c, verified_G=[r] * 3,
+                         reached_G=[r, *accepted_G[:2]], accepted_G=accepted_G))
   return lib.Cell(counts, seconds, num_decoded=sum(c.num_tokens for c in counts))
 
 
@@ -48,7 +51,7 @@ def test_rows_and_table_by_hand():
   assert [(r["domain"], r["tau"], r["rounds"], r["answers"]) for r in rows] == [
       ("maths", 2.0, 4, 2), ("chat", 4.0, 11, 2), ("macro", 3.0, 15, 4)]
   assert rows[0]["tokens_per_s"] == 5.0 and rows[2]["tokens_per_s"] == (5 + 23) / 2
-  assert rows[0]["verify_rate"] == 1.0 and rows[0]["proposal_len"] == 1.0  # 2 of 1 + 1 rows
+  assert rows[0]["verify_rate"] == 0.5 and rows[0]["proposal_len"] == 3.0  # 2 of 3 + 1 rows
   rows += lib.make_rows("greedy", "plain", SHORT, about=dict.fromkeys(about))
   lines = lib.format_comparison(rows).splitlines()
   assert len(lines) == 3 and "tau maths" in lines[0] and "tau macro" in lines[0]
