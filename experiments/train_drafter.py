@@ -12,12 +12,11 @@ import pathlib
 
 import jax.numpy as jnp
 
-from dspark_jax.checkpoints import Checkpointer
 from dspark_jax.data.jsonl import read_rows
-from dspark_jax.interop.drafters import load_drafter, save_drafter
+from dspark_jax.interop.drafters import load_drafter
 from dspark_jax.interop.load import load_target
-from dspark_jax.training.run import run, run_config_from_dict
-from experiments import _cli
+from dspark_jax.training.run import run_config_from_dict
+from experiments import _cli, _training
 
 
 def main(config):
@@ -28,13 +27,8 @@ def main(config):
   run_config = run_config_from_dict(fields, target.config)
   start = load_drafter(run_config.start_drafter) if run_config.start_drafter else None
   rows = read_rows(data, vocab_size=target.config.vocab_size)
-  checkpointer = Checkpointer(workdir / "checkpoints", config=run_config.fingerprint(),
-                              keep=run_config.train.keep_checkpoints)
-  result = run(run_config, target_config=target.config, target_params=target.params,
-               stop_token_ids=target.stop_token_ids, rows=rows, checkpointer=checkpointer,
-               workdir=workdir, start=start)
-  save_drafter(workdir / "drafter", run_config.drafter, result.params, draft_ids=result.draft_ids,
-               dtype=export_dtype)
+  result = _training.train(run_config, target, rows, workdir, export_dtype=export_dtype,
+                           start=start)
   state = "finished" if result.train.is_finished else "stopped early, start again to go on"
   print(f"step {result.train.num_steps}, {state}; drafter in {workdir / 'drafter'}")
   for name, value in sorted(result.train.metrics.items()):

@@ -11,7 +11,7 @@ import os
 import pathlib
 import statistics
 import time
-from typing import Callable
+from typing import Any, Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -48,17 +48,7 @@ def measure_timings(frame: Frame, params, batch: int, *, context_tokens: int = C
   width = policies.max_verify_len(frame.policy, frame.proposal_len)
   pack.check_ladder(frame.ladder, batch, width)
   state = _make_state(frame, params, batch, context_tokens, num_slots, temperature)
-  draft = jax.jit(lambda params, state: step_lib.draft(frame, params, state))
-
-  def verify(params, state, proposal, lens_B, is_live_B):
-    live = state.replace(is_done_B=~is_live_B)
-    verified, bucket = judge_lib.judge(frame, params, live, proposal, lens_B,
-                                       step_lib.find_anchors(state))
-    after = step_lib.commit(frame, params, live, proposal, lens_B, verified)
-    # Every run starts from the same lengths.
-    return after.replace(lens_B=state.lens_B, is_done_B=state.is_done_B), bucket
-
-  verify = jax.jit(verify, donate_argnums=1)
+  draft, verify = _compile_parts(frame)
   fills = [_fill_bucket(batch, shape) for shape in frame.ladder]
   draft_ms, verify_ms = [], [[] for _ in fills]
   for repeat in range(repeats + 1):  # the first compiles and is dropped
@@ -72,6 +62,39 @@ def measure_timings(frame: Frame, params, batch: int, *, context_tokens: int = C
       verify_ms[n].append(1e3 * seconds)
   median = lambda ms: round(statistics.median(ms[1:]), 4)
   return Timings(frame.ladder, tuple(median(ms) for ms in verify_ms), median(draft_ms))
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundTime:
+  """Medians of a round's two parts: drafting; judging and committing."""
+  draft_ms: float
+  verify_ms: float
+
+
+def compare_rounds(frames: Mapping[str, tuple[Frame, Any]], batch: int = 1, *,
+                   context_tokens: int = CONTEXT_TOKENS, temperature: float = 0.0,
+                   repeats: int = REPEATS) -> dict[str, RoundTime]:
+  """Times rounds of several drafters, every draft verified; they take turns, compiled before.
+
+  Args:
+    frames: name -> (frame with a drafter, its params).
+  """
+  parts, ms = {}, {}
+  for name, (frame, params) in frames.items():
+    frame = dataclasses.replace(frame, policy=None, estimator=None, ladder=None)
+    lens_B = jnp.full(batch, frame.proposal_len, jnp.int32)
+    state = _make_state(frame, params, batch, context_tokens, None, temperature)
+    parts[name] = (*_compile_parts(frame), params, state, lens_B)
+    ms[name] = [], []
+  for repeat in range(repeats + 1):  # the first compiles and is dropped
+    for name, (draft, verify, params, state, lens_B) in parts.items():
+      draft_s, proposal = _time(draft, params, state)
+      verify_s, (state, _) = _time(verify, params, state, proposal, lens_B, jnp.ones(batch, bool))
+      parts[name] = (draft, verify, params, state, lens_B)  # the old state was donated
+      if repeat:
+        ms[name][0].append(1e3 * draft_s)
+        ms[name][1].append(1e3 * verify_s)
+  return {name: RoundTime(*map(statistics.median, both)) for name, both in ms.items()}
 
 
 def describe(frame: Frame, name: str) -> dict[str, str]:
@@ -125,6 +148,20 @@ def prepare_batch(frame: Frame, params, batch: int, *, name: str,
     return frame, None
   return frame, make_step_curve(load_or_measure(frame, params, batch, name=name,
                                                 directory=directory))
+
+
+def _compile_parts(frame: Frame) -> tuple[Callable, Callable]:
+  """Returns jitted (draft, verify); `verify` leaves lengths as they were, and donates its state."""
+  def verify(params, state, proposal, lens_B, is_live_B):
+    live = state.replace(is_done_B=~is_live_B)
+    verified, bucket = judge_lib.judge(frame, params, live, proposal, lens_B,
+                                       step_lib.find_anchors(state))
+    after = step_lib.commit(frame, params, live, proposal, lens_B, verified)
+    # Every run starts from the same lengths.
+    return after.replace(lens_B=state.lens_B, is_done_B=state.is_done_B), bucket
+
+  draft = jax.jit(lambda params, state: step_lib.draft(frame, params, state))
+  return draft, jax.jit(verify, donate_argnums=1)
 
 
 def _make_state(frame: Frame, params, batch, context_tokens, num_slots, temperature) -> DecodeState:

@@ -11,6 +11,7 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 import tqdm
 
 from dspark_jax.metrics.acceptance import Acceptance, measure_acceptance
+from dspark_jax.metrics.tables import format_rows
 
 
 class Decoded(Protocol):
@@ -127,10 +128,7 @@ def format_table(reports: Sequence[Report]) -> str:
         "-" if r.ms_per_round is None else f"{r.ms_per_round:.1f}", f"{r.prefill_ms:.0f}",
         f"{same}/{r.num_prompts}",
         " ".join(f"{a:.2f}" for a in r.acceptance.accept_rate if a is not None) or "-"))
-  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-  return "\n".join("  ".join(cell.ljust(w) if i in (0, len(row) - 1) else cell.rjust(w)
-                             for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-                   for row in rows)
+  return format_rows(rows, left=(0, -1))
 
 
 def _report(name: str, group: Mapping[tuple[int, int], Run],

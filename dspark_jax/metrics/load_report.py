@@ -5,6 +5,8 @@ from typing import Protocol, Sequence
 
 import numpy as np
 
+from dspark_jax.metrics.tables import format_rows
+
 QUANTILES = (50, 95, 99)
 
 
@@ -128,10 +130,7 @@ def format_load_table(reports: Sequence[LoadReport], *, baseline: str | None = N
                  _join(r.first_token_ms), _join(r.token_ms), f"{r.accepted_len:.2f}",
                  f"{r.verify_len:.2f}", f"{r.budget_tokens:.1f}", f"{r.batch:.1f}",
                  f"{r.num_failed + r.num_refused}/{r.num_requests + r.num_refused}"))
-  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-  return "\n".join("  ".join(cell.ljust(w) if i == 1 else cell.rjust(w)
-                             for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-                   for row in rows)
+  return format_rows(rows, left=(1,))
 
 
 def _join(quantiles: dict[int, float | None]) -> str:

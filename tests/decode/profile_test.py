@@ -27,6 +27,24 @@ def test_every_bucket_is_measured():
   assert all(0 < ms < 1000 for ms in (*timings.verify_ms, timings.draft_ms))
 
 
+def test_rounds_of_several_drafters_take_turns(monkeypatch):
+  """Milliseconds that grow by one a run: turns a, b, a, b have medians one apart; the first turn
+  compiles and is dropped. Drafting and verifying alternate, so a's drafts are runs 4 and 8."""
+  clock = iter(range(100))
+
+  def count(run, *args):
+    return next(clock) / 1e3, run(*args)
+
+  monkeypatch.setattr(profile, "_time", count)
+  monkeypatch.setattr(profile, "_make_state", lambda *args: None)
+  monkeypatch.setattr(profile, "_compile_parts", lambda frame: (
+      lambda *args: None, lambda params, state, *rest: (state, None)))
+  pair = make_frame(policy=None, ladder=None)
+  found = profile.compare_rounds({"a": pair, "b": pair}, 2, context_tokens=8, repeats=2)
+  assert found["a"] == profile.RoundTime(pytest.approx(6), pytest.approx(7))
+  assert found["b"] == profile.RoundTime(pytest.approx(8), pytest.approx(9))
+
+
 @pytest.mark.parametrize("batch, max_draft", [(1, 7), (4, 3), (32, 7), (5, 4)])
 def test_fills_reach_their_buckets(batch, max_draft):
   """Every bucket of a default ladder is reached, and full but for rounding up."""

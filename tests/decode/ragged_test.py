@@ -124,6 +124,8 @@ def test_records_are_what_the_rounds_did():
     assert (records.num_accepted_N > k).sum() == state.stats.accepted_BxG[:, k].sum()
     assert (records.verify_lens_N > k).sum() == state.stats.verified_BxG[:, k].sum()
   assert (np.diff(records.round_N) >= 0).all()
+  for b in range(BATCH):
+    assert records.num_new_N[records.request_N == b].sum() == state.stats.num_committed_B[b]
   full = records.only_full()
   assert (full.verify_lens_N == G).all() and 0 < len(full.round_N) < len(records.round_N)
   assert (records.margin_NxG >= 0).all() and np.isfinite(records.logits_NxG).all()

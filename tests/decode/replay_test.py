@@ -20,7 +20,8 @@ def make_curve():
 def make_records(logits, accepted):
   num = len(accepted)
   return Records(np.float32(logits), np.zeros((num, 0), np.float32), np.full(num, 2),
-                 np.array(accepted, np.int32), np.arange(num))
+                 np.array(accepted, np.int32), np.array(accepted, np.int32) + 1, np.arange(num),
+                 np.zeros(num, np.int32))
 
 
 def test_by_hand():
@@ -51,6 +52,7 @@ def test_join_counts_rounds_on():
   a, b = make_records(np.zeros((2, 2)), [0, 1]), make_records(np.zeros((3, 2)), [2, 2, 2])
   joined = join_records([a, b])
   assert joined.round_N.tolist() == [0, 1, 2, 3, 4]
+  assert joined.request_N.tolist() == [0, 0, 1, 1, 1]
   assert joined.select(joined.num_accepted_N == 2).round_N.tolist() == [2, 3, 4]
   with pytest.raises(ValueError, match="records: found none"):
     join_records([])

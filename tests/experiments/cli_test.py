@@ -10,8 +10,9 @@ import pytest
 from experiments import _cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SCRIPTS = ("bench_decode", "bench_schedule", "calibrate", "profile_step_curve", "quickstart",
-           "regenerate", "serve_load", "soak", "study_estimators")
+SCRIPTS = ("bench_decode", "bench_schedule", "calibrate", "compare_drafters", "evaluate",
+           "profile_step_curve", "quickstart", "regenerate", "serve_load", "soak",
+           "study_estimators")
 # A script of its own, for the real ones import for seconds.
 SCRIPT = '''"""What it does."""
 from experiments import _cli
@@ -76,7 +77,8 @@ def test_every_script_goes_through_it(name):
 
 
 @pytest.mark.parametrize("script, found, meant", [
-    ("regenerate", "max_new_tokns", "max_new_tokens"), ("train_drafter", "max_lenn", "max_len")])
+    ("regenerate", "max_new_tokns", "max_new_tokens"), ("train_drafter", "max_lenn", "max_len"),
+    ("compare_drafters", "figure", "figures")])
 def test_misspelt_field_of_a_real_script(script, found, meant):
   result = subprocess.run(
       [sys.executable, "-m", f"experiments.{script}", f"--config.{found}=3"], cwd=ROOT,
