@@ -1,12 +1,16 @@
+import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dspark_jax.checkpoints import Checkpointer
 from dspark_jax.interop.deepspec import load_drafter, save_drafter
 from dspark_jax.training import run as run_lib
+from dspark_jax.training import step as step_lib
+from dspark_jax.training import warm_start
 from tests.training import cases
 
 FIELDS = {
@@ -59,6 +63,81 @@ def test_starts_from_a_drafter(tmp_path):
   other = {**FIELDS, "drafter": {**FIELDS["drafter"], "proposal_len": 2}}
   with pytest.raises(ValueError, match="start_drafter: found proposal_len = 3, expected 2"):
     run(tmp_path / "third", make_rows(), other, start=start)
+
+
+DFLASH = {**FIELDS, "warm_start": {}, "drafter": {
+    **FIELDS["drafter"], "markov_rank": 0, "enable_confidence_head": False}}
+
+
+def start_from_dflash(tmp_path, steps, rate=0.0, **drafter):
+  """Trains a DFlash, saves it, and trains a drafter of more heads from it, `steps` steps."""
+  first = run(tmp_path / "first", make_rows(), DFLASH)
+  config = run_lib.run_config_from_dict(DFLASH, cases.TARGET).drafter
+  save_drafter(tmp_path / "drafter", config, first.params, draft_ids=first.draft_ids)
+  fields = {**FIELDS, "drafter": {**FIELDS["drafter"], **drafter}, "train": {
+      **FIELDS["train"], "optimizer": {"max_steps": steps, "learning_rate": rate}}}
+  second = run(tmp_path / "second", make_rows(), fields, start=load_drafter(tmp_path / "drafter"))
+  return first, second, run_lib.run_config_from_dict(fields, cases.TARGET)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "rnn"])
+def test_a_dspark_starts_from_a_dflash_with_its_law(kind, tmp_path):
+  first, second, config = start_from_dflash(tmp_path, 1, markov_head_type=kind)
+  jax.tree.map(np.testing.assert_array_equal, second.params["backbone"], first.params["backbone"])
+  np.testing.assert_array_equal(second.draft_ids, first.draft_ids)
+  assert set(second.params) == {"backbone", "markov_head", "confidence_head"}
+  # The first step's law is DFlash's: CE, TV and acceptance by position agree to the last bit.
+  objectives = [step_lib.Objective(cases.TARGET, c, num_anchors=4) for c in (
+      run_lib.run_config_from_dict(DFLASH, cases.TARGET).drafter, config.drafter)]
+  frozen = step_lib.Frozen(cases.make_target_params(), jnp.asarray(first.draft_ids))
+  compute = jax.jit(step_lib.sum_batch_losses, static_argnames="objective")
+  (_, before), (_, after) = (
+      compute(params, frozen, cases.make_batch(), jax.random.key(0), objective=objective)
+      for params, objective in zip((first.params, second.params), objectives))
+  for name in ("ce", "tv", "accept_G", "tau", "weight"):
+    np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
+
+
+def test_heads_that_were_added_learn(tmp_path):
+  _, second, _ = start_from_dflash(tmp_path, 2, rate=1e-2)
+  fresh = warm_start.add_heads(run_lib.run_config_from_dict(FIELDS, cases.TARGET).drafter,
+                               {}, jax.random.key(0))
+  moved = jax.tree.map(lambda a, b: bool((a != b).any()), second.params, dict(fresh))
+  assert all(jax.tree.leaves((moved["markov_head"], moved["confidence_head"])))
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(markov_rank=2, num_layers=2), "found num_layers = 1, expected 2"),
+    (dict(markov_rank=2, copy_ngram=2), "found copy_ngram = 0, expected 2"),
+    (dict(markov_rank=2, qk_norm=True), "found qk_norm = False, expected True")])
+def test_what_else_differs_from_the_dflash_is_named(change, message):
+  found, expected = (dataclasses.replace(run_lib.run_config_from_dict(
+      DFLASH, cases.TARGET).drafter, **c) for c in ({}, change))
+  with pytest.raises(ValueError, match=f"^start_drafter: {message} as in config.drafter"):
+    run_lib._check_start(found, expected)
+
+
+def test_heads_are_not_taken_away_or_changed():
+  dflash = run_lib.run_config_from_dict(DFLASH, cases.TARGET).drafter
+  dspark = run_lib.run_config_from_dict(FIELDS, cases.TARGET).drafter
+  run_lib._check_start(dflash, dspark)
+  with pytest.raises(ValueError, match="start_drafter: found markov_rank = 2, expected 0"):
+    run_lib._check_start(dspark, dflash)
+  with pytest.raises(ValueError, match="found markov_head_type = vanilla, expected rnn"):
+    run_lib._check_start(dspark, dataclasses.replace(dspark, markov_head_type="rnn"))
+  bare = dataclasses.replace(dflash, enable_confidence_head=True)
+  with pytest.raises(ValueError, match="confidence_head_with_markov = False, expected True"):
+    run_lib._check_start(bare, dspark)
+
+
+def test_options_that_came_later_are_in_the_fingerprint_only_when_used():
+  found = run_lib.run_config_from_dict(FIELDS, cases.TARGET).fingerprint()
+  assert set(found["train"]["loss"]) == {
+      "ce_weight", "tv_weight", "confidence_weight", "loss_decay", "chunk", "kl_weight"}
+  assert "markov_candidates" not in found["drafter"]
+  used = {**FIELDS, "train": {"loss": {"lk_weight": 1.0}}}
+  assert run_lib.run_config_from_dict(used, cases.TARGET).fingerprint()["train"]["loss"][
+      "lk_weight"] == 1.0
 
 
 def test_other_rows_are_refused_on_resume(tmp_path):
