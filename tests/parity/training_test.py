@@ -23,16 +23,17 @@ def test_both_sides_compute_the_same_loss_and_gradients():
   objective, arrays = _training_ours.make_objective(SHAPE), case.make_arrays(SHAPE, seed=0)
   frozen = step_lib.Frozen(jax.tree.map(jnp.array, arrays["target"]))
   batch = {name: jnp.array(arrays[name]) for name in ("input_ids", "loss_mask")}
-  key = jax.random.key(0)
+  make_key = lambda: jax.random.key(0)  # the same anchors on both sides
 
   def mean_loss(params):
-    loss, sums = step_lib.sum_batch_losses(params, frozen, batch, key, objective=objective)
+    loss, sums = step_lib.sum_batch_losses(params, frozen, batch, make_key(), objective=objective)
     return loss / (sums.weight + losses.WEIGHT_FLOOR)
 
   with jax.default_matmul_precision("highest"):
     expected, gradients = jax.jit(jax.value_and_grad(mean_loss))(
         jax.tree.map(jnp.array, arrays["drafter"]))
-  positions, keep = anchors.sample_anchors(key, batch["loss_mask"], num_anchors=SHAPE.num_anchors)
+  positions, keep = anchors.sample_anchors(make_key(), batch["loss_mask"],
+                                           num_anchors=SHAPE.num_anchors)
   assert keep.all()
   # Some block goes past the end of its sequence, so that the eval mask counts.
   assert int(positions.max()) + SHAPE.proposal_len >= SHAPE.seq_len
