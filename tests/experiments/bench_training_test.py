@@ -90,7 +90,8 @@ def test_without_torch_one_clear_line(monkeypatch, capsys, tmp_path):
 
 def test_a_process_of_its_own(monkeypatch):
   monkeypatch.chdir(ROOT)
-  run = bench_training.run_apart("ours", [*FLAGS, "--config.steps=2", "--config.shape.num_prompt=2"])
+  flags = [*FLAGS, "--config.steps=2", "--config.shape.num_prompt=2"]
+  run = bench_training.run_apart("ours", flags)
   assert run["side"] == "ours" and len(run["seconds"]) == 2 and len(run["losses"]) == 3
   assert all(0 < loss < 10 for loss in run["losses"]) and run["losses"][0] != run["losses"][1]
   assert run["matmul_flops_per_s"] > 0 and run["loaded_bytes"] > 1e6
