@@ -54,4 +54,9 @@ def get_config():
   loss.tv_weight = 0.9
   loss.confidence_weight = 1.0
   loss.loss_decay = 7.0
+  loss.lk_weight = 0.0  # acceptance itself (LK)
+  loss.lk_form = "lambda"  # or "alpha"
+  loss.lk_eta = 3.0
+  loss.weighting = "decay"  # or "dpace": weights from the drafter's own probabilities
+  loss.dpace_smoothing = 0.5
   return config

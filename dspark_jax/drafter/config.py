@@ -37,6 +37,8 @@ class DrafterConfig:
     sample_from_anchor: True: slot k of G predicts position anchor + k + 1. False: slot 0 only
       conditions and slot k of G + 1 predicts anchor + k. A property of the weights, never guessed.
     markov_rank: r; 0 = no sequential head (DFlash).
+    markov_candidates: the sequential head's bias goes to so many best base logits of a slot, and
+      only they are drafted (`pruning.py`); 0 = all. A choice of serving: training never prunes.
     copy_ngram: longest match of the copy head (`copy_head.py`), in tokens; 0 = no copy head.
     draft_vocab_size: Vd of a reduced draft vocabulary; None = the target's whole vocabulary.
     num_anchors, max_position_embeddings: carried for checkpoints; no computation reads them.
@@ -64,6 +66,7 @@ class DrafterConfig:
   target_hidden_size: int | None = None
   draft_vocab_size: int | None = None
   copy_ngram: int = 0
+  markov_candidates: int = 0
   num_anchors: int = 512
   max_position_embeddings: int = 2048
 
@@ -88,8 +91,11 @@ class DrafterConfig:
            "mask_token_id", self.mask_token_id, f"an id in [0, {self.vocab_size})")
     _check(_is_int(self.markov_rank) and self.markov_rank >= 0, "markov_rank", self.markov_rank,
            "an integer >= 0")
-    _check(_is_int(self.copy_ngram) and self.copy_ngram >= 0, "copy_ngram", self.copy_ngram,
-           "an integer >= 0")
+    for name in ("copy_ngram", "markov_candidates"):
+      _check(_is_int(getattr(self, name)) and getattr(self, name) >= 0, name, getattr(self, name),
+             "an integer >= 0")
+    _check(self.markov_rank > 0 or not self.markov_candidates, "markov_candidates",
+           self.markov_candidates, "0 with markov_rank = 0, which has no walk to prune")
     _check(self.markov_head_type in MARKOV_HEAD_TYPES, "markov_head_type", self.markov_head_type,
            f"one of {MARKOV_HEAD_TYPES}")
     _check(self.draft_vocab_size is None or (

@@ -62,6 +62,16 @@ def find_copies(tokens_BxT: jax.Array, max_ngram: int) -> Copies:
   return jax.vmap(lambda tokens_T: find_row(tokens_T, positions_T))(tokens_BxT)
 
 
+def find_column(copies: Copies, draft_ids: jax.Array | None) -> jax.Array:
+  """Returns the column of each copied token, -1 without a copy or outside the draft vocabulary."""
+  token_B = column_B = copies.token
+  is_known_B = copies.level > 0
+  if draft_ids is not None:
+    column_B = jnp.minimum(jnp.searchsorted(draft_ids, token_B), draft_ids.shape[0] - 1)
+    is_known_B &= draft_ids[column_B] == token_B
+  return jnp.where(is_known_B, column_B, -1)
+
+
 class CopyHead(nn.Module):
   """Bias of a copy: gate_n . h_k + b_n for a match of n tokens; and its say in the confidence.
 

@@ -16,10 +16,11 @@ from dspark_jax import kv_cache
 from dspark_jax import layers
 from dspark_jax import sampling
 from dspark_jax.drafter import drafting
+from dspark_jax.drafter import pruning
 from dspark_jax.drafter.backbone import Backbone
 from dspark_jax.drafter.confidence_head import ConfidenceHead
 from dspark_jax.drafter.config import DrafterConfig
-from dspark_jax.drafter.copy_head import CopyHead, find_copy
+from dspark_jax.drafter.copy_head import CopyHead, find_column, find_copy
 from dspark_jax.drafter.sequential_head import SequentialHead, split_cell
 from dspark_jax.types import Proposal
 from pallas_kernels import counter_rng, markov_sampling
@@ -276,7 +277,7 @@ class DSparkProposer:
         jnp.arange(c.proposal_len)[:, None])
     args = (params, hidden_GxBxD, base_logits_GxBxV, words_GxBx2, anchor_B, sampling_params,
             draft_ids)
-    if c.copy_ngram:
+    if c.copy_ngram or c.markov_candidates:
       found = self._walk(*args, anchor_positions_B, tokens_BxS)
     else:
       kernels = {"tpu": self._walk_tempered} if c.markov_rank else None
@@ -292,30 +293,52 @@ class DSparkProposer:
     """Drafts by any law, slot by slot: tokens [G, B], law [G, B, V], confidence logits, margins."""
     c = self.config
     w2_VdxR = self._apply(params, "bias_weight")
+    candidates = None
+    if c.markov_candidates:
+      base_logits_GxBxV = self._limit(base_logits_GxBxV, draft_ids)
+      candidates = pruning.find_candidates(base_logits_GxBxV, w2_VdxR, c.markov_candidates)
 
-    def step(carry, slot, previous_B, logits_BxV, words_Bx2):
+    def step(carry, slot, previous_B, base_BxV, words_Bx2):
       head_carry, text_BxS = carry
       hidden_BxD = hidden_GxBxD[slot]
       head_carry, bias_in_BxR, confidence_logit_B = self._apply(
           params, "head_step", head_carry, hidden_BxD, previous_B)
-      if c.markov_rank:
-        logits_BxV = logits_BxV + layers.linear(bias_in_BxR, w2_VdxR).astype(jnp.float32)
+      copy = None
       if c.copy_ngram:
         positions_B = anchor_positions_B + slot
         text_BxS = jax.vmap(lambda t, p, x: t.at[p].set(x))(text_BxS, positions_B, previous_B)
         copies = jax.vmap(lambda t, p: find_copy(t, p, c.copy_ngram))(text_BxS, positions_B + 1)
         bias_B, more_B = self._apply(params, "copy_bias", hidden_BxD, copies.level)
         confidence_logit_B = confidence_logit_B + more_B
-        logits_BxV = _add_at(logits_BxV, copies.token, bias_B, draft_ids)
-      margin_B = drafting.top_margin(self._limit(logits_BxV, draft_ids))
-      law_BxV = sampling.law_logits(logits_BxV, sampling_params, vocab_limit=self.vocab_limit,
-                                    ids=draft_ids)
-      token_B = sampling.sample(law_BxV, words_Bx2, ids=draft_ids)
-      return (head_carry, text_BxS), token_B, (law_BxV, confidence_logit_B, margin_B)
+        copy = find_column(copies, draft_ids), bias_B
+      if candidates is None:
+        token_B, law = self._draw(base_BxV, bias_in_BxR, w2_VdxR, copy, words_Bx2, sampling_params,
+                                  draft_ids)
+      else:
+        token_B, law = pruning.draw(candidates, slot, base_BxV, bias_in_BxR, w2_VdxR, copy,
+                                    words_Bx2, sampling_params, draft_ids)
+      return (head_carry, text_BxS), token_B, (law, confidence_logit_B)
 
     carry = (self._apply(params, "init_carry", anchor_B.shape[0]), tokens_BxS)
-    tokens_GxB, parts = markov_sampling.walk(base_logits_GxBxV, words_GxBx2, anchor_B, carry, step)
-    return tokens_GxB, *parts
+    tokens_GxB, (law, confidence_logits_GxB) = markov_sampling.walk(
+        base_logits_GxBxV, words_GxBx2, anchor_B, carry, step)
+    if candidates is not None:
+      law_GxBxC, margin_GxB, columns_GxBxC = law
+      law = pruning.widen(law_GxBxC, columns_GxBxC, c.draft_vocab), margin_GxB
+    return tokens_GxB, law[0], confidence_logits_GxB, law[1]
+
+  def _draw(self, logits_BxV, bias_in_BxR, w2_VdxR, copy, words_Bx2, sampling_params, draft_ids):
+    """One slot by the whole law: (tokens [B], (law [B, V], margins [B]))."""
+    if self.config.markov_rank:
+      logits_BxV = logits_BxV + layers.linear(bias_in_BxR, w2_VdxR).astype(jnp.float32)
+    if copy is not None:
+      column_B, bias_B = copy
+      logits_BxV = logits_BxV.at[jnp.arange(column_B.shape[0]), jnp.maximum(column_B, 0)].add(
+          jnp.where(column_B >= 0, bias_B, 0.0))
+    margin_B = drafting.top_margin(self._limit(logits_BxV, draft_ids))
+    law_BxV = sampling.law_logits(logits_BxV, sampling_params, vocab_limit=self.vocab_limit,
+                                  ids=draft_ids)
+    return sampling.sample(law_BxV, words_Bx2, ids=draft_ids), (law_BxV, margin_B)
 
   def _walk_tempered(self, params, hidden_GxBxD, base_logits_GxBxV, words_GxBx2, anchor_B,
                      sampling_params, draft_ids, *, implementation="pallas"):
@@ -361,14 +384,3 @@ class DSparkProposer:
          None if c.draft_vocab_size is None else (c.draft_vocab,))):
       if found != expected:
         raise ValueError(f"{name}: found shape {found}, expected {expected}")
-
-
-def _add_at(logits_BxV: jax.Array, token_B: jax.Array, bias_B: jax.Array,
-            draft_ids: jax.Array | None) -> jax.Array:
-  """Adds a bias to one token of each row; a token outside the draft vocabulary gets none."""
-  column_B, is_known_B = token_B, jnp.ones(token_B.shape, bool)
-  if draft_ids is not None:
-    column_B = jnp.minimum(jnp.searchsorted(draft_ids, token_B), draft_ids.shape[0] - 1)
-    is_known_B = draft_ids[column_B] == token_B
-  row_B = jnp.arange(token_B.shape[0])
-  return logits_BxV.at[row_B, column_B].add(jnp.where(is_known_B, bias_B, 0.0))

@@ -40,7 +40,7 @@ _COMMON = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_
            "num_kv_heads", "head_dim", "target_layer_ids", "num_target_layers", "mask_token_id",
            "markov_rank", "enable_confidence_head", "rms_norm_eps")
 _OWN = ("sample_from_anchor", "qk_norm", "confidence_stop_gradient", "target_hidden_size",
-        "draft_vocab_size", "copy_ngram")
+        "draft_vocab_size", "copy_ngram", "markov_candidates")
 _OPTIONAL = ("num_anchors", "max_position_embeddings")
 _CONDITIONAL = ("markov_head_type", "confidence_head_with_markov")
 _READ_ELSEWHERE = ("architectures", "model_type", "block_size", "layer_types",

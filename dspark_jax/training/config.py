@@ -10,6 +10,10 @@ from dspark_jax.training.step import OptimizerConfig
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
+# Options of the loss that came later: left out of the fingerprint at their defaults, so that runs
+# from before can be resumed.
+LATER_FIELDS = ("lk_weight", "lk_form", "lk_eta", "weighting", "dpace_smoothing")
+
 # How a run is watched and when it pauses; a resumed run may change these.
 FREE_FIELDS = ("max_minutes", "log_every", "checkpoint_every", "keep_checkpoints", "eval_every")
 
@@ -55,7 +59,11 @@ class TrainConfig:
 
   def fingerprint(self) -> dict[str, Any]:
     """Fields that decide the result; a checkpoint belongs to exactly one fingerprint."""
-    return {k: v for k, v in self.to_dict().items() if k not in FREE_FIELDS}
+    fields = {k: v for k, v in self.to_dict().items() if k not in FREE_FIELDS}
+    defaults = dataclasses.asdict(LossConfig())
+    fields["loss"] = {k: v for k, v in fields["loss"].items()
+                      if k not in LATER_FIELDS or v != defaults[k]}
+    return fields
 
 
 def train_config_from_dict(fields: Mapping[str, Any]) -> TrainConfig:

@@ -15,7 +15,7 @@ import numpy as np
 
 from dspark_jax.data.pipeline import Batches, PipelineConfig
 from dspark_jax.drafter import kinds
-from dspark_jax.drafter.config import config_for_target
+from dspark_jax.drafter.config import DrafterConfig, config_for_target
 from dspark_jax.target.config import TransformerConfig
 from dspark_jax.training import draft_vocabulary
 from dspark_jax.training import step as step_lib
@@ -53,7 +53,9 @@ class RunConfig:
 
   def _drafter_fields(self) -> dict[str, Any]:
     kind = kinds.kind_of(self.drafter)
-    return dataclasses.asdict(self.drafter) | ({} if kind == "dspark" else {"kind": kind})
+    fields = dataclasses.asdict(self.drafter)
+    fields.pop("markov_candidates", None)  # of serving alone
+    return fields | ({} if kind == "dspark" else {"kind": kind})
 
 
 def run_config_from_dict(fields: Mapping[str, Any], target_config: TransformerConfig) -> RunConfig:
@@ -98,10 +100,11 @@ def run(config: RunConfig, *, target_config: TransformerConfig, target_params: A
   Args:
     start: (config, params, stored) of a drafter to train further, as `load_drafter` returns
       them. Its draft vocabulary is kept, embedding and LM head are the target's as in every run,
-      and `config.warm_start` is not used.
+      and `config.warm_start` is not used. A DSpark that lacks the sequential or confidence head of
+      `config.drafter` (a DFlash lacks both) gets them, its law unchanged (`warm_start.add_heads`).
 
   Raises:
-    ValueError: `start` is a drafter of another shape than `config.drafter`.
+    ValueError: `start` is a drafter of another shape than `config.drafter`, heads aside.
   """
   if start is not None:
     _check_start(start[0], config.drafter)
@@ -126,7 +129,9 @@ def run(config: RunConfig, *, target_config: TransformerConfig, target_params: A
   if start is None:
     params = _init_params(config, target_config, target_params, draft_ids)
   else:
-    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), start[1])
+    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), dict(start[1]))
+    if isinstance(config.drafter, DrafterConfig):
+      params = warm_start.add_heads(config.drafter, params, jax.random.key(config.train.seed))
   frozen = step_lib.Frozen(target_params=target_params,
                            draft_ids_Vd=None if draft_ids is None else jnp.asarray(draft_ids))
   write_provenance(workdir / "provenance.jsonl", config, num_rows=batches.num_rows)
@@ -159,9 +164,15 @@ def _check_start(found: Any, expected: Any) -> None:
   if type(found) is not type(expected):
     raise ValueError(f"start_drafter: found the kind {kinds.kind_of(found)}, expected "
                      f"{kinds.kind_of(expected)} as in config.drafter")
+  free = {"num_anchors", "markov_candidates"}  # no parameter and no training depends on them
+  if isinstance(expected, DrafterConfig):
+    if not found.markov_rank:  # a head that is not there can become any
+      free |= {"markov_rank", "markov_head_type"}
+    if not found.enable_confidence_head:
+      free |= {"enable_confidence_head", "confidence_head_with_markov", "confidence_stop_gradient"}
   for field in dataclasses.fields(expected):
     values = getattr(found, field.name), getattr(expected, field.name)
-    if field.name != "num_anchors" and values[0] != values[1]:
+    if field.name not in free and values[0] != values[1]:
       raise ValueError(f"start_drafter: found {field.name} = {values[0]}, expected {values[1]} as "
                        "in config.drafter")
 

@@ -91,6 +91,19 @@ def init_drafter(config: DrafterConfig, key: jax.Array, *, target_config: Transf
   return params
 
 
+def add_heads(config: DrafterConfig, params: Mapping[str, Any], key: jax.Array) -> dict[str, Any]:
+  """Returns parameters of `config` made of a drafter's that lacks heads, such as DFlash.
+
+  A new sequential head has W2 = 0, so the drafter starts with the law that it had; W1 is random, or
+  W2 would have no gradient either. A new confidence head is a fresh one: no law depends on it.
+  """
+  fresh = dict(dspark.init_params(config, key))
+  if "markov_head" in fresh:
+    head = dict(fresh["markov_head"])
+    fresh["markov_head"] = head | {"markov_w2": jnp.zeros_like(head["markov_w2"])}
+  return {name: params.get(name, value) for name, value in fresh.items()}
+
+
 def _copy(tree):
   return jax.tree.map(lambda a: jnp.array(a, jnp.float32), dict(tree))
 

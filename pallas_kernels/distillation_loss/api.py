@@ -3,15 +3,19 @@
 For token n with draft law p_d = softmax(lm_head @ draft_hidden + w2 @ bias_in) and target law
 p_t = softmax(lm_head @ target_hidden):
 
-  ce = -log p_d(label)        tv = sum_v |p_d(v) - p_t(v)|        accept = 1 - tv / 2
+  ce = -log p_d(label)    accept = sum_v min(p_d(v), p_t(v))    tv = 2 (1 - accept) = |p_d - p_t|_1
   kl = sum_v p_t(v) log(p_t(v) / p_d(v)) over the draft vocabulary
+  lk = -log(accept)        or, with a number `lk_eta`,
+  lk = s kl + (1 - s) (1 - accept), s = exp(-lk_eta accept) taken as a constant
 
-in float32 (equation numbers: DSpark, arXiv 2607.05147, section 3.3). No array of [N, Vd] is ever
+in float32 (equation numbers: DSpark, arXiv 2607.05147, section 3.3; LK: arXiv 2602.23881, whose two
+forms these are, as vllm-project/speculators has them, pull requests 657 and 673, with s for each
+token by itself). No array of [N, Vd] is ever
 in memory: tokens go through in chunks, and gradients are written by hand.
 
 A drafter with a reduced vocabulary passes the rows of the LM head that it uses, and
 `target_lse_N`, the target's log-normaliser over the full vocabulary: p_t then sums to less than 1
-on those rows, and the missing mass counts in tv, since p_d is 0 there.
+on those rows, and the missing mass is in tv, since p_d is 0 there.
 
 tokamax's linear_softmax_cross_entropy_loss carries no part of it: its public form returns one
 reduced cross-entropy, neither per-token terms nor the log-normalisers that TV, acceptance and KL
@@ -55,7 +59,7 @@ def distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: jax.Array,
   _check(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N,
          target_lse_N, implementation, chunk)
   ce_N, tv_N, accept_N = _per_token(
-      (implementation, chunk), draft_hidden_NxD, bias_in_NxR, w2_VdxR, target_hidden_NxD,
+      (implementation, chunk, None), draft_hidden_NxD, bias_in_NxR, w2_VdxR, target_hidden_NxD,
       lm_head_VdxD, labels_N, target_lse_N)
   return ce_N, tv_N, jax.lax.stop_gradient(accept_N)
 
@@ -65,15 +69,17 @@ def weighted_distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: j
                                w2_VdxR: jax.Array, labels_N: jax.Array, ce_weights_N: jax.Array,
                                tv_weights_N: jax.Array, *, keep_N: jax.Array | None = None,
                                kl_weights_N: jax.Array | None = None,
+                               lk_weights_N: jax.Array | None = None,
+                               lk_eta: float | None = None,
                                copy_index_N: jax.Array | None = None,
                                copy_bias_N: jax.Array | None = None,
                                target_lse_N: jax.Array | None = None,
                                implementation: str = "auto", chunk: int = reference.CHUNK):
   """Returns (sum(ce_weights * ce + tv_weights * tv), (ce_N, tv_N, accept_N) detached).
 
-  With `kl_weights_N` the sum has kl_weights * kl too. With `copy_index_N` (int index into the
-  draft vocabulary, -1 = none) each token's draft logit at its index gets `copy_bias_N` (float32,
-  differentiated) on top.
+  With `kl_weights_N` the sum has kl_weights * kl too, with `lk_weights_N` lk_weights * lk, of the
+  form that `lk_eta` says. With `copy_index_N` (int index into the draft vocabulary, -1 = none) each
+  token's draft logit at its index gets `copy_bias_N` (float32, differentiated) on top.
 
   The same maths as `distillation_loss` for weights known beforehand, which lets the gradient be
   made in the forward pass, from laws computed once: 3 products of N x Vd x D instead of 5.
@@ -83,23 +89,24 @@ def weighted_distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: j
   _check(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_VdxR, labels_N,
          target_lse_N, implementation, chunk)
   for name, weights_N in (("ce_weights_N", ce_weights_N), ("tv_weights_N", tv_weights_N),
-                          ("kl_weights_N", kl_weights_N), ("copy_index_N", copy_index_N),
-                          ("copy_bias_N", copy_bias_N)):
+                          ("kl_weights_N", kl_weights_N), ("lk_weights_N", lk_weights_N),
+                          ("copy_index_N", copy_index_N), ("copy_bias_N", copy_bias_N)):
     if weights_N is not None:
       _expect(name, weights_N, labels_N.shape)
   if keep_N is None:
     keep_N = jnp.ones(labels_N.shape, bool)
   _expect("keep_N", keep_N, labels_N.shape)
-  ce_weights_N = jnp.where(keep_N, ce_weights_N, 0.0).astype(jnp.float32)
-  tv_weights_N = jnp.where(keep_N, tv_weights_N, 0.0).astype(jnp.float32)
-  if kl_weights_N is not None:
-    kl_weights_N = jnp.where(keep_N, kl_weights_N, 0.0).astype(jnp.float32)
+  if lk_weights_N is not None and lk_eta is not None and kl_weights_N is None:
+    kl_weights_N = jnp.zeros(labels_N.shape)  # the blend reads KL
+  ce_weights_N, tv_weights_N, kl_weights_N, lk_weights_N = (
+      None if w is None else jnp.where(keep_N, w, 0.0).astype(jnp.float32)
+      for w in (ce_weights_N, tv_weights_N, kl_weights_N, lk_weights_N))
   if (copy_index_N is None) != (copy_bias_N is None):
     raise ValueError("copy_bias_N: expected together with copy_index_N, found one of them")
   loss, terms = _weighted(
-      (implementation, chunk), draft_hidden_NxD, bias_in_NxR, w2_VdxR, copy_bias_N, copy_index_N,
-      target_hidden_NxD, lm_head_VdxD, labels_N, target_lse_N, ce_weights_N, tv_weights_N,
-      kl_weights_N, keep_N)
+      (implementation, chunk, lk_eta), draft_hidden_NxD, bias_in_NxR, w2_VdxR, copy_bias_N,
+      copy_index_N, target_hidden_NxD, lm_head_VdxD, labels_N, target_lse_N, ce_weights_N,
+      tv_weights_N, kl_weights_N, lk_weights_N, keep_N)
   return loss, jax.lax.stop_gradient(terms[:3])
 
 
@@ -143,15 +150,14 @@ def _check(draft_hidden_NxD, target_hidden_NxD, lm_head_VdxD, bias_in_NxR, w2_Vd
 
 
 def _run(options, tokens: Tokens, lm_head_VdxD, w2_VdxR, keep_N, *, with_gradients: bool):
-  """`reference.terms_and_gradients` by the chosen implementation; options = (name, chunk)."""
-  implementation, chunk = options
-  kernels = {"tpu": functools.partial(kernel_tpu.terms_and_gradients,
-                                      with_gradients=with_gradients)}
+  """`reference.terms_and_gradients` by the chosen implementation; options = (name, chunk, eta)."""
+  implementation, chunk, lk_eta = options
+  options = dict(with_gradients=with_gradients, lk_eta=lk_eta)
+  kernels = {"tpu": functools.partial(kernel_tpu.terms_and_gradients, **options)}
   is_narrow = lm_head_VdxD.shape[1] <= kernel_tpu.MAX_AUTO_WIDTH
   return dispatch(
       implementation, tokens, lm_head_VdxD, w2_VdxR, keep_N,
-      reference=functools.partial(reference.terms_and_gradients, with_gradients=with_gradients,
-                                  chunk=chunk),
+      reference=functools.partial(reference.terms_and_gradients, chunk=chunk, **options),
       kernels=kernels if is_narrow else None, on_request=kernels)
 
 
@@ -190,22 +196,24 @@ def _weighted(options, *args):
 
 def _run_weighted(options, hidden_NxD, bias_in_NxR, w2_VdxR, copy_bias_N, copy_index_N, target_NxD,
                   lm_head_VdxD, labels_N, target_lse_N, ce_weights_N, tv_weights_N, kl_weights_N,
-                  keep_N, *, with_gradients: bool = True):
+                  lk_weights_N, keep_N, *, with_gradients: bool = True):
   """Returns ((loss, terms), gradients of the first four)."""
   tokens = Tokens(hidden_NxD, bias_in_NxR, target_NxD, labels_N, ce_weights_N, tv_weights_N,
-                  kl_weights_N, target_lse_N, copy_index_N, copy_bias_N)
+                  kl_weights_N, target_lse_N, copy_index_N, copy_bias_N, lk_weights_N)
   terms, *gradients = _run(options, tokens, lm_head_VdxD, w2_VdxR, keep_N,
                            with_gradients=with_gradients)
   loss = jnp.sum(ce_weights_N * terms[0]) + jnp.sum(tv_weights_N * terms[1])
   if kl_weights_N is not None:
     loss = loss + jnp.sum(kl_weights_N * terms[3])
+  if lk_weights_N is not None:
+    loss = loss + jnp.sum(lk_weights_N * reference.lk_loss(*terms[2:], options[2]))
   return (loss, terms), gradients
 
 
 def _weighted_backward(options, gradients, cotangents):
   scale = cotangents[0]  # the terms are detached
   scaled = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
-  return *scaled, *(None,) * 9
+  return *scaled, *(None,) * 10
 
 
 _weighted.defvjp(_run_weighted, _weighted_backward)

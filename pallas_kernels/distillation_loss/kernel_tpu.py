@@ -72,7 +72,7 @@ def fit_tiles(num_tokens: int, vocab: int, width: int, rank: int, dtype) -> Tile
 
 
 def terms_and_gradients(tokens: Tokens, lm_head_VdxD, w2_VdxR, keep_N, *, with_gradients: bool,
-                        tiles: Tiles | None = None, interpret=False):
+                        lk_eta: float | None = None, tiles: Tiles | None = None, interpret=False):
   """Same as `reference.terms_and_gradients`."""
   num_tokens, width = tokens.hidden_NxD.shape
   if tiles is None:
@@ -80,11 +80,11 @@ def terms_and_gradients(tokens: Tokens, lm_head_VdxD, w2_VdxR, keep_N, *, with_g
                       tokens.hidden_NxD.dtype)
   return reference.terms_and_gradients(
       tokens, lm_head_VdxD, w2_VdxR, keep_N, chunk=tiles.tokens, with_gradients=with_gradients,
-      run_chunk=functools.partial(run_chunk, tiles=tiles, interpret=interpret))
+      lk_eta=lk_eta, run_chunk=functools.partial(run_chunk, tiles=tiles, interpret=interpret))
 
 
 def run_chunk(tokens: Tokens, head_VdxD, w2_VdxR, d_w2_VdxR, *, with_gradients: bool,
-              tiles: Tiles, interpret):
+              lk_eta: float | None, tiles: Tiles, interpret):
   """Same as `reference.run_chunk`."""
   num_tokens = tokens.labels_N.shape[0]
   missing = -num_tokens % 16  # only where there are fewer tokens than a chunk
@@ -93,13 +93,15 @@ def run_chunk(tokens: Tokens, head_VdxD, w2_VdxR, d_w2_VdxR, *, with_gradients: 
                                      constant_values=fill)
       for a, fill in zip(tokens, reference.FILL)))
   call = _Call(padded, head_VdxD, w2_VdxR, tiles, interpret)
-  columns_Cx8 = call.pack_tokens()
-  stats_Cx8 = call.compute_terms(columns_Cx8)
-  ce_C, tv_C, kl_C = (stats_Cx8[:num_tokens, i] for i in (_CE, _TV, _KL))
-  terms = (ce_C, tv_C, 1.0 - 0.5 * tv_C, kl_C)
+  stats_Cx8 = call.compute_terms(call.pack_tokens())
+  ce_C, kl_C = stats_Cx8[:, _CE], stats_Cx8[:, _KL]
+  accept_C = jnp.minimum(stats_Cx8[:, _ACCEPT], 1.0)
+  all_terms = (ce_C, 2.0 - 2.0 * accept_C, accept_C, kl_C)
+  terms = tuple(term_C[:num_tokens] for term_C in all_terms)
   if not with_gradients:
     return d_w2_VdxR, (terms, None, None, None)
-  d_hidden, d_bias_in, d_copy, d_w2_VdxR = call.compute_gradients(columns_Cx8, stats_Cx8,
+  call.tokens = reference.fold_lk(call.tokens, all_terms, lk_eta)
+  d_hidden, d_bias_in, d_copy, d_w2_VdxR = call.compute_gradients(call.pack_tokens(), stats_Cx8,
                                                                   d_w2_VdxR)
   if tokens.copy_index_N is None:
     d_copy = None
@@ -110,7 +112,7 @@ def run_chunk(tokens: Tokens, head_VdxD, w2_VdxR, d_w2_VdxR, *, with_gradients: 
 # Per-token scalars travel as columns of one float32 array: integers below 2^24 are exact there.
 _LABEL, _COPY, _COPY_BIAS, _TARGET_LSE_IN, _D_CE, _D_TV, _D_KL = range(7)
 # Results of the terms kernel, which the gradients kernel reads.
-_CE, _TV, _KL, _DRAFT_LSE, _TARGET_LSE, _MEAN_SIGN, _TARGET_MASS = range(7)
+_CE, _ACCEPT, _KL, _DRAFT_LSE, _TARGET_LSE, _MEAN_BELOW, _TARGET_MASS = range(7)
 
 
 class _Call:
@@ -220,11 +222,6 @@ def _sum(x_CxT):
   return jnp.sum(x_CxT, axis=1, keepdims=True)
 
 
-def _sign(x_CxT):
-  """jnp.sign asks for the device when it is lowered, which fails where there is none."""
-  return jnp.where(x_CxT > 0, 1.0, jnp.where(x_CxT < 0, -1.0, 0.0))
-
-
 def _terms_kernel(hidden, bias_in, target, head, w2, columns, stats, running, *, vocab, tile,
                   has_copy, has_kl, has_target_lse):
   """Pass 0: running maxima and sums of both rows of logits; pass 1: the terms."""
@@ -265,18 +262,13 @@ def _terms_kernel(hidden, bias_in, target, head, w2, columns, stats, running, *,
     draft_lse_Cx1, target_lse_Cx1 = column(stats, _DRAFT_LSE), column(stats, _TARGET_LSE)
     draft_p_CxT = jnp.exp(draft_CxT - draft_lse_Cx1)
     target_p_CxT = jnp.exp(target_CxT - target_lse_Cx1)
-    gap_CxT = draft_p_CxT - target_p_CxT
-    stats[:, _TV:_TV + 1] += _sum(jnp.abs(gap_CxT))
-    stats[:, _MEAN_SIGN:_MEAN_SIGN + 1] += _sum(draft_p_CxT * _sign(gap_CxT))
+    stats[:, _ACCEPT:_ACCEPT + 1] += _sum(jnp.minimum(draft_p_CxT, target_p_CxT))
+    stats[:, _MEAN_BELOW:_MEAN_BELOW + 1] += _sum(
+        draft_p_CxT * reference.below(draft_p_CxT, target_p_CxT))
     stats[:, _TARGET_MASS:_TARGET_MASS + 1] += _sum(target_p_CxT)
     if has_kl:
       log_ratio_CxT = target_CxT - draft_CxT - (target_lse_Cx1 - draft_lse_Cx1)
       stats[:, _KL:_KL + 1] += _sum(target_p_CxT * log_ratio_CxT)
-
-  if has_target_lse:
-    @pl.when((phase == 1) & (tile_index == pl.num_programs(1) - 1))
-    def _():
-      stats[:, _TV:_TV + 1] += jnp.maximum(1.0 - column(stats, _TARGET_MASS), 0.0)
 
 
 def _gradients_kernel(hidden, bias_in, target, head, w2, columns, stats, d_w2_in, d_hidden,
@@ -299,11 +291,12 @@ def _gradients_kernel(hidden, bias_in, target, head, w2, columns, stats, d_w2_in
   d_tv_Cx1 = column(columns, _D_TV)
   draft_p_CxT = jnp.exp(draft_CxT - column(stats, _DRAFT_LSE))
   target_p_CxT = jnp.exp(target_CxT - column(stats, _TARGET_LSE))
-  coefficient_Cx1 = d_ce_Cx1 - d_tv_Cx1 * column(stats, _MEAN_SIGN)
+  coefficient_Cx1 = d_ce_Cx1 + 2.0 * d_tv_Cx1 * column(stats, _MEAN_BELOW)
   if has_kl:
     d_kl_Cx1 = column(columns, _D_KL)
     coefficient_Cx1 += d_kl_Cx1 * column(stats, _TARGET_MASS)
-  d_logits_CxT = draft_p_CxT * (d_tv_Cx1 * _sign(draft_p_CxT - target_p_CxT) + coefficient_Cx1)
+  d_logits_CxT = draft_p_CxT * (
+      coefficient_Cx1 - 2.0 * d_tv_Cx1 * reference.below(draft_p_CxT, target_p_CxT))
   if has_kl:
     d_logits_CxT -= d_kl_Cx1 * target_p_CxT
   d_logits_CxT -= jnp.where(column_CxT == label_Cx1, d_ce_Cx1, 0.0)

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 
 CHUNK = 128  # tokens; the products are at full speed, and [C, Vd] buffers are the peak of memory
 
+ACCEPT_FLOOR = 1e-12  # keeps LK finite for laws that have nothing in common
+
 
 class Tokens(NamedTuple):
   """What belongs to single tokens: N of them, or the C of one chunk.
 
-  Weights d_ce, d_tv, d_kl (float32) are the gradients of the result by each term. Without `d_kl_N`
-  the KL term is left out; `target_lse_N` and the copies are optional too.
+  Weights d_ce, d_tv, d_kl, d_lk (float32) are the gradients of the result by each term. Without
+  `d_kl_N` the KL term is left out; `d_lk_N`, `target_lse_N` and the copies are optional too.
   """
   hidden_NxD: jax.Array
   bias_in_NxR: jax.Array
@@ -28,10 +30,11 @@ class Tokens(NamedTuple):
   target_lse_N: jax.Array | None = None
   copy_index_N: jax.Array | None = None
   copy_bias_N: jax.Array | None = None
+  d_lk_N: jax.Array | None = None
 
 
 # What fills up the last chunk: a label and a copy outside the vocabulary, zeros elsewhere.
-FILL = Tokens(0, 0, 0, -1, 0, 0, 0, 0, -1, 0)
+FILL = Tokens(0, 0, 0, -1, 0, 0, 0, 0, -1, 0, 0)
 
 
 def _sum_rows(x_CxV: jax.Array) -> jax.Array:
@@ -71,16 +74,11 @@ def _chunk_laws(tokens: Tokens, head_VdxD, w2_VdxR):
   draft_lse_C = _log_sum_exp(logits_CxVd)
   draft_CxVd = jnp.exp(logits_CxVd - draft_lse_C[:, None])
   target_logits_CxVd = _logits(tokens.target_NxD, head_VdxD)
-  outside_C = jnp.zeros_like(draft_lse_C)
   target_lse_C = tokens.target_lse_N
   if target_lse_C is None:
     target_lse_C = _log_sum_exp(target_logits_CxVd)
-    target_CxVd = jnp.exp(target_logits_CxVd - target_lse_C[:, None])
-  else:
-    target_CxVd = jnp.exp(target_logits_CxVd - target_lse_C[:, None])
-    outside_C = jnp.maximum(1.0 - _sum_rows(target_CxVd), 0.0)
-  gap_CxVd = draft_CxVd - target_CxVd
-  tv_C = _sum_rows(jnp.abs(gap_CxVd)) + outside_C
+  target_CxVd = jnp.exp(target_logits_CxVd - target_lse_C[:, None])
+  accept_C = jnp.minimum(_sum_rows(jnp.minimum(draft_CxVd, target_CxVd)), 1.0)
   labels_C = tokens.labels_N
   label_logit_C = jnp.take_along_axis(
       logits_CxVd, jnp.maximum(labels_C, 0)[:, None], axis=1)[:, 0]
@@ -89,25 +87,57 @@ def _chunk_laws(tokens: Tokens, head_VdxD, w2_VdxR):
   if tokens.d_kl_N is not None:
     log_ratio_CxVd = target_logits_CxVd - logits_CxVd - (target_lse_C - draft_lse_C)[:, None]
     kl_C = _sum_rows(target_CxVd * log_ratio_CxVd)
-  return (ce_C, tv_C, 1.0 - 0.5 * tv_C, kl_C), (draft_CxVd, target_CxVd)
+  return (ce_C, 2.0 - 2.0 * accept_C, accept_C, kl_C), (draft_CxVd, target_CxVd)
+
+
+def below(draft_x, target_x):
+  """1 where the draft law is below the target's, 1/2 where they are equal, else 0."""
+  return jnp.where(draft_x < target_x, 1.0, jnp.where(draft_x > target_x, 0.0, 0.5))
+
+
+def lk_loss(accept_x, kl_x, lk_eta: float | None):
+  """The LK loss of each token, float32; see `api` for the two forms. `kl` is read by the blend."""
+  if lk_eta is None:
+    return -jnp.log(jnp.maximum(accept_x, ACCEPT_FLOOR))
+  share_x = jnp.exp(-lk_eta * accept_x)
+  return share_x * kl_x + (1.0 - share_x) * (1.0 - accept_x)
+
+
+def fold_lk(tokens: Tokens, terms, lk_eta: float | None) -> Tokens:
+  """Adds what the LK loss weighs into the weights of TV and KL, whose gradients it has.
+
+  d(-log accept) = d tv / (2 accept), and the share of KL in the blend is a constant: once the terms
+  of a token are known, LK is nothing but other weights. Below ACCEPT_FLOOR the slope is that of the
+  floor, not 0, since such drafts need it most.
+  """
+  if tokens.d_lk_N is None:
+    return tokens
+  accept_C, d_lk_C = terms[2], tokens.d_lk_N
+  if lk_eta is None:
+    return tokens._replace(
+        d_tv_N=tokens.d_tv_N + 0.5 * d_lk_C / jnp.maximum(accept_C, ACCEPT_FLOOR))
+  share_C = jnp.exp(-lk_eta * accept_C)
+  return tokens._replace(d_tv_N=tokens.d_tv_N + 0.5 * (1.0 - share_C) * d_lk_C,
+                         d_kl_N=tokens.d_kl_N + share_C * d_lk_C)
 
 
 def _chunk_gradients(laws, tokens: Tokens, head_VdxD, w2_VdxR):
   """Gradients of sum(d_ce * ce + d_tv * tv + d_kl * kl): d (hidden, bias_in, copy_bias, w2).
 
-  d tv / d logit_v = p_v (s_v - sum_u p_u s_u), s = sign(p_d - p_t), 0 where they are equal;
+  d tv / d logit_v = -2 p_v (b_v - sum_u p_u b_u), b = [p_d < p_t], 1/2 where they are equal. The
+    sum is accurate however little the laws have in common, which LK divides it by;
   d ce / d logit_v = p_v - [v = label], nothing where the label is outside;
   d kl / d logit_v = p_v sum_u q_u - q_v, q the target's law.
   """
   draft_CxVd, target_CxVd = laws
   d_tv_C, d_kl_C = tokens.d_tv_N, tokens.d_kl_N
-  sign_CxVd = jnp.sign(draft_CxVd - target_CxVd)
+  is_below_CxVd = below(draft_CxVd, target_CxVd)
   d_ce_C = jnp.where(tokens.labels_N >= 0, tokens.d_ce_N, 0.0)
-  mean_sign_C = _sum_rows(draft_CxVd * sign_CxVd)
-  coefficient_C = d_ce_C - d_tv_C * mean_sign_C
+  mean_below_C = _sum_rows(draft_CxVd * is_below_CxVd)
+  coefficient_C = d_ce_C + 2.0 * d_tv_C * mean_below_C
   if d_kl_C is not None:
     coefficient_C = coefficient_C + d_kl_C * _sum_rows(target_CxVd)
-  d_logits_CxVd = draft_CxVd * (d_tv_C[:, None] * sign_CxVd + coefficient_C[:, None])
+  d_logits_CxVd = draft_CxVd * (coefficient_C[:, None] - 2.0 * d_tv_C[:, None] * is_below_CxVd)
   if d_kl_C is not None:
     d_logits_CxVd = d_logits_CxVd - d_kl_C[:, None] * target_CxVd
   row_C = jnp.arange(d_ce_C.shape[0])
@@ -124,7 +154,8 @@ def _chunk_gradients(laws, tokens: Tokens, head_VdxD, w2_VdxR):
   return d_hidden_CxD, d_bias_in_CxR, d_bias_C, d_w2_VdxR
 
 
-def run_chunk(tokens: Tokens, head_VdxD, w2_VdxR, d_w2_VdxR, *, with_gradients: bool):
+def run_chunk(tokens: Tokens, head_VdxD, w2_VdxR, d_w2_VdxR, *, with_gradients: bool,
+              lk_eta: float | None = None):
   """Returns (d_w2 + this chunk's, ((ce, tv, accept, kl), d hidden, d bias_in, d copy_bias)).
 
   Gradients are None unless wanted, that of the copy bias also without copies.
@@ -132,6 +163,7 @@ def run_chunk(tokens: Tokens, head_VdxD, w2_VdxR, d_w2_VdxR, *, with_gradients: 
   terms, laws = _chunk_laws(tokens, head_VdxD, w2_VdxR)
   if not with_gradients:
     return d_w2_VdxR, (terms, None, None, None)
+  tokens = fold_lk(tokens, terms, lk_eta)
   *gradients, more_VdxR = _chunk_gradients(laws, tokens, head_VdxD, w2_VdxR)
   return d_w2_VdxR + more_VdxR, (terms, *gradients)
 
@@ -162,7 +194,8 @@ def _run_chunks(one_chunk, carry, xs, keep_KxC):
 
 
 def terms_and_gradients(tokens: Tokens, lm_head_VdxD, w2_VdxR, keep_N, *, chunk: int,
-                        with_gradients: bool = True, run_chunk=run_chunk):
+                        with_gradients: bool = True, lk_eta: float | None = None,
+                        run_chunk=run_chunk):
   """Returns ((ce_N, tv_N, accept_N, kl_N), d hidden, d bias_in, d w2, d copy bias).
 
   Products are in the dtype of the hidden states, sums in float32. Terms of tokens outside keep_N
@@ -181,7 +214,8 @@ def terms_and_gradients(tokens: Tokens, lm_head_VdxD, w2_VdxR, keep_N, *, chunk:
   xs = Tokens(*(None if a is None else _split(a, chunk, f) for a, f in zip(tokens, FILL)))
 
   def one_chunk(d_w2_VdxR, x):
-    return run_chunk(x, head_VdxD, rows_VdxR, d_w2_VdxR, with_gradients=with_gradients)
+    return run_chunk(x, head_VdxD, rows_VdxR, d_w2_VdxR, with_gradients=with_gradients,
+                     lk_eta=lk_eta)
 
   carry = jnp.zeros(w2_VdxR.shape if with_gradients else (0, 0), jnp.float32)
   d_w2_VdxR, per_token = _run_chunks(one_chunk, carry, xs, _split(keep_N, chunk, False))

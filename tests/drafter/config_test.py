@@ -21,6 +21,7 @@ def make_target(**overrides):
     ("sample_from_anchor", None), ("sample_from_anchor", 1),  # fault B28: stated or refused
     ("proposal_len", 0), ("num_kv_heads", 3), ("head_dim", 7), ("markov_rank", -1),
     ("markov_head_type", "markov"), ("draft_vocab_size", 38), ("draft_vocab_size", 0),
+    ("markov_candidates", -1), ("markov_candidates", None),
     ("qk_norm", None), ("hidden_size", 12.0), ("rms_norm_eps", 0.0),
 ])
 def test_bad_field_is_named(field, value):
@@ -41,6 +42,11 @@ def test_confidence_cannot_read_a_head_that_is_not_there():
     make_config(markov_rank=0)
   make_config(markov_rank=0, confidence_head_with_markov=False)
   make_config(markov_rank=0, enable_confidence_head=False)
+
+
+def test_there_is_nothing_to_prune_without_a_sequential_head():
+  with pytest.raises(ValueError, match="^markov_candidates: found 4, expected 0 with markov_rank"):
+    make_config(markov_rank=0, enable_confidence_head=False, markov_candidates=4)
 
 
 def test_config_is_hashable_and_counts_slots():

@@ -19,7 +19,7 @@ from dspark_jax.drafter.recurrent import RecurrentProposer
 from dspark_jax.target.transformer import Transformer
 from tests.target import cases as target_cases
 
-KINDS = ("prompt-lookup", "small-model", "eagle3", "mtp", "medusa")
+KINDS = ("prompt-lookup", "small-model", "eagle3", "mtp", "medusa", "pruned")
 
 
 @functools.lru_cache
@@ -66,8 +66,15 @@ def make_pair(kind: str, vocab: int = 41, *, proposal_len: int = 3, small_vocab:
     model = Transformer(dataclasses.replace(small_config, vocab_size=known), "float32")
     return Frame(config, small_model.SmallModelProposer(model, proposal_len, vocab)), {
         "target": target, "drafter": small, "borrowed": small_model.borrow(known, vocab)}
-  drafter_config, drafter = make_network(kind, config, proposal_len=proposal_len)
-  proposer = (MedusaProposer if kind == "medusa" else RecurrentProposer)(drafter_config)
+  fields, make = {}, RecurrentProposer
+  if kind == "pruned":  # DSpark, half of the vocabulary to choose from, and the copied token
+    kind, make = "dspark", dspark.DSparkProposer
+    fields = dict(mask_token_id=vocab - 1, num_layers=1, markov_rank=4, copy_ngram=2,
+                  target_layer_ids=(-1, 0), markov_candidates=vocab // 2)
+  elif kind == "medusa":
+    make = MedusaProposer
+  drafter_config, drafter = make_network(kind, config, proposal_len=proposal_len, **fields)
+  proposer = make(drafter_config)
   return Frame(config, proposer), {
       "target": target, "drafter": drafter,
       "borrowed": dspark.borrow(drafter_config, target["embed_tokens"], target["lm_head"])}

@@ -10,8 +10,8 @@ import pytest
 from experiments import _cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SCRIPTS = ("bench_decode", "bench_schedule", "calibrate", "compare_drafters", "evaluate",
-           "profile_step_curve", "quickstart", "regenerate", "serve_load", "soak",
+SCRIPTS = ("bench_decode", "bench_schedule", "bench_training", "calibrate", "compare_drafters",
+           "evaluate", "profile_step_curve", "quickstart", "regenerate", "serve_load", "soak",
            "study_estimators")
 # A script of its own, for the real ones import for seconds.
 SCRIPT = '''"""What it does."""

@@ -67,6 +67,7 @@ def saved(tmp_path):
 @pytest.mark.parametrize("overrides, is_reference", [
     ({}, True),
     (dict(markov_head_type="gated", confidence_stop_gradient=True), True),
+    (dict(markov_candidates=8), True),  # the same weights; who does not know it walks over all
     (dict(markov_head_type="rnn", rope=RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 8192)), True),
     (dict(markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False,
           rope=RopeConfig("yarn", 1e4, 4.0, original_max_position_embeddings=32)), True),

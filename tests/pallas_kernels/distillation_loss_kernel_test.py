@@ -21,13 +21,13 @@ from pallas_kernels.distillation_loss.reference import Tokens
 SMALL = Tiles(tokens=16, vocab=128)
 
 
-def run_reference(tokens, head, w2, keep, tiles=SMALL):
-  return reference.terms_and_gradients(tokens, head, w2, keep, chunk=tiles.tokens)
+def run_reference(tokens, head, w2, keep, tiles=SMALL, lk_eta=None):
+  return reference.terms_and_gradients(tokens, head, w2, keep, chunk=tiles.tokens, lk_eta=lk_eta)
 
 
-def run_tpu(tokens, head, w2, keep, tiles=SMALL):
+def run_tpu(tokens, head, w2, keep, tiles=SMALL, lk_eta=None):
   return kernel_tpu.terms_and_gradients(tokens, head, w2, keep, with_gradients=True, tiles=tiles,
-                                        interpret=True)
+                                        lk_eta=lk_eta, interpret=True)
 
 
 IMPLEMENTATIONS = {"reference": run_reference, "tpu": run_tpu}
@@ -45,6 +45,8 @@ def make_case(N, D, Vd, R, *, extras=(), seed=0, scale=1.0):
   head, w2 = rng.normal(size=(Vd, D)) * 0.5, rng.normal(size=(Vd, R)) * 0.5
   if "kl" in extras:
     tokens = tokens._replace(d_kl_N=weights())
+  if "lk" in extras:
+    tokens = tokens._replace(d_lk_N=weights())
   if "lse" in extras:  # the vocabulary is larger by a row of unknown logits
     lse_N = special.logsumexp(tokens.target_NxD @ head.T, axis=1)
     tokens = tokens._replace(target_lse_N=np.logaddexp(lse_N, rng.normal(size=N) + 1))
@@ -54,7 +56,7 @@ def make_case(N, D, Vd, R, *, extras=(), seed=0, scale=1.0):
   return tokens, head, w2, is_kept_N
 
 
-def compute_by_hand(tokens, head, w2):
+def compute_by_hand(tokens, head, w2, lk_eta=None):
   """Terms and gradients in float64, from the definitions."""
   t, row_N = tokens, np.arange(len(tokens.labels_N))
   logits = t.hidden_NxD @ head.T + t.bias_in_NxR @ w2.T
@@ -78,6 +80,14 @@ def compute_by_hand(tokens, head, w2):
   d_logits[row_N, t.labels_N] -= d_ce_N
   if t.d_kl_N is not None:
     d_logits += t.d_kl_N[:, None] * pull(-q / p)
+  if t.d_lk_N is not None:
+    accept = (np.minimum(p, q)).sum(1)
+    d_accept = np.where(p < q, 1.0, 0.0)
+    d_p = -d_accept / accept[:, None]
+    if lk_eta is not None:
+      share = np.exp(-lk_eta * accept)[:, None]
+      d_p = -share * q / p - (1 - share) * d_accept
+    d_logits += t.d_lk_N[:, None] * pull(d_p)
   d_copy = None
   if t.copy_index_N is not None:
     d_copy = np.where(t.copy_index_N < 0, 0, d_logits[row_N, t.copy_index_N])
@@ -90,15 +100,15 @@ def to_float32(case):
       lambda a: jnp.asarray(a, jnp.float32) if a.dtype == np.float64 else jnp.asarray(a), case)
 
 
-def check(case, implementation, tiles=SMALL, scale=1.0):
+def check(case, implementation, tiles=SMALL, scale=1.0, lk_eta=None):
   # float32 sums of up to 12 products of O(scale) values, their exp and log, then sums over the
   # vocabulary of terms that add up to O(1): a few 1e-6 of the logits' size. Gradients add the
   # laws' errors over D or N such terms. A p = q crossing (sign flips) has probability about 0
   # and a weight of |p - q|.
-  run = jax.jit(functools.partial(IMPLEMENTATIONS[implementation], tiles=tiles))
+  run = jax.jit(functools.partial(IMPLEMENTATIONS[implementation], tiles=tiles, lk_eta=lk_eta))
   with jax.default_matmul_precision("highest"):
     found_terms, *found = run(*to_float32(case))
-  terms, *gradients = compute_by_hand(*case[:3])
+  terms, *gradients = compute_by_hand(*case[:3], lk_eta)
   keep_N = case[3]
   for a, b in zip(found_terms, terms):
     assert a.dtype == jnp.float32
@@ -121,6 +131,12 @@ CASES = {  # (N, D, Vd, R), what is there besides the plain terms
 def test_table(implementation, name):
   (N, D, Vd, R), extras = CASES[name]
   check(make_case(N, D, Vd, R, extras=extras), implementation)
+
+
+@pytest.mark.parametrize("lk_eta, extras", [(None, ("lk", "lse")), (3.0, ("lk", "kl", "copy"))])
+def test_lk_is_folded_into_the_weights_of_the_others(implementation, lk_eta, extras):
+  # 37 tokens in chunks of 16: the last one is filled up with tokens of weight 0.
+  check(make_case(37, 12, 300, 3, extras=extras), implementation, lk_eta=lk_eta)
 
 
 @pytest.mark.parametrize("Vd, tile", [(49_152, 8192), (151_936, 16384)])

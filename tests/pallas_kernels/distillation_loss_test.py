@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,6 +188,82 @@ def test_kl_term(is_reduced):
     expected = (compute(*ahead) - compute(*behind)) / (2 * step)
     np.testing.assert_allclose(np.sum(np.asarray(found, np.float64) * direction), expected,
                                rtol=1e-4)
+
+
+def compute_lk(case, point, weights_N, lk_eta, shares_N=None, lse_N=None):
+  """Weighted LK loss in float64 by its definition; `shares_N` = the shares of KL held constant."""
+  hidden, bias_in, w2 = point
+  logits = hidden @ case["head"].T + bias_in @ w2.T
+  log_d = logits - special.logsumexp(logits, axis=1, keepdims=True)
+  target = case["target"] @ case["head"].T
+  log_t = target - (special.logsumexp(target, axis=1) if lse_N is None else lse_N)[:, None]
+  accept = np.minimum(np.exp(log_d), np.exp(log_t)).sum(1)
+  if lk_eta is None:
+    return np.sum(weights_N * -np.log(accept))
+  shares_N = np.exp(-lk_eta * accept) if shares_N is None else shares_N
+  kl = np.sum(np.exp(log_t) * (log_t - log_d), axis=1)
+  return np.sum(weights_N * (shares_N * kl + (1 - shares_N) * (1 - accept))), shares_N
+
+
+@pytest.mark.parametrize("is_reduced", [False, True])
+@pytest.mark.parametrize("lk_eta", [None, 3.0])
+def test_lk_term(lk_eta, is_reduced):
+  case = make_case(37, 12, 50, 5)
+  lse_N, args = make_lse(case, is_reduced), arguments(case)
+  weights_N, zeros_N = np.random.default_rng(3).uniform(0, 2, 37), jnp.zeros(37)
+
+  def loss(hidden, bias_in, w2):
+    return dl.weighted_distillation_loss(
+        hidden, *args[1:3], bias_in, w2, args[5], zeros_N, zeros_N, chunk=8, lk_eta=lk_eta,
+        lk_weights_N=jnp.asarray(weights_N, jnp.float32),
+        target_lse_N=None if lse_N is None else jnp.asarray(lse_N, jnp.float32))[0]
+
+  with jax.default_matmul_precision("highest"):
+    value, gradients = jax.value_and_grad(loss, (0, 1, 2))(args[0], args[3], args[4])
+  point = [case["hidden"], case["bias_in"], case["w2"]]
+  compute = functools.partial(compute_lk, case, weights_N=weights_N, lk_eta=lk_eta, lse_N=lse_N)
+  if lk_eta is not None:
+    expected, shares_N = compute(point)
+    assert shares_N.min() < 0.4 and shares_N.max() > 0.6  # both parts count
+    compute = lambda at: compute_lk(case, at, weights_N, lk_eta, shares_N, lse_N)[0]
+  np.testing.assert_allclose(value, compute(point), rtol=1e-5)
+  rng, step = np.random.default_rng(4), 1e-5
+  for i, found in enumerate(gradients):
+    direction = rng.normal(size=point[i].shape)
+    ahead, behind = ([p + s * step * direction if j == i else p for j, p in enumerate(point)]
+                     for s in (1, -1))
+    np.testing.assert_allclose(np.sum(np.asarray(found, np.float64) * direction),
+                               (compute(ahead) - compute(behind)) / (2 * step), rtol=1e-4)
+
+
+def test_lk_at_the_ends():
+  """A blend of share 1 is KL and of share 0 is TV / 2; -log(accept) of a point mass is CE."""
+  case = make_case(num_outside=0)
+  args, zeros_N, ones_N = arguments(case), jnp.zeros(37), jnp.ones(37)
+  run = lambda hidden, ce=zeros_N, tv=zeros_N, target=args[1], **more: (
+      dl.weighted_distillation_loss(hidden, target, *args[2:], ce, tv, chunk=8, **more)[0])
+  sure = args[2][args[5]] * 200  # logits that put all of the target's mass on some token
+  best_N = jnp.argmax(sure @ args[2].T, axis=1).astype(jnp.int32)
+  ce = lambda hidden: dl.weighted_distillation_loss(hidden, sure, *args[2:5], best_N, ones_N,
+                                                    zeros_N, chunk=8)[0]
+  pairs = [
+      (lambda h: run(h, lk_weights_N=ones_N, lk_eta=0.0), lambda h: run(h, kl_weights_N=ones_N)),
+      (lambda h: run(h, lk_weights_N=ones_N, lk_eta=1e9), lambda h: run(h, tv=0.5 * ones_N)),
+      (lambda h: run(h, lk_weights_N=ones_N, target=sure), ce)]
+  for lk, other in pairs:
+    found, expected = (jax.value_and_grad(f)(args[0]) for f in (lk, other))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
+
+
+def test_lk_stays_finite_where_nothing_is_accepted():
+  hidden, target = jnp.array([[200.0, 0.0]]), jnp.array([[0.0, 200.0]])
+  loss = lambda hidden: dl.weighted_distillation_loss(
+      hidden, target, jnp.eye(2), jnp.zeros((1, 0)), jnp.zeros((2, 0)), jnp.array([1]),
+      jnp.zeros(1), jnp.zeros(1), lk_weights_N=jnp.ones(1))[0]
+  value, gradient = jax.value_and_grad(loss)(hidden)
+  np.testing.assert_allclose(value, -np.log(1e-12), rtol=1e-5)
+  assert jnp.isfinite(gradient).all()
 
 
 def test_copy_bias():

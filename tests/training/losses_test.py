@@ -98,6 +98,100 @@ def test_reduced_vocabulary():
     run([[[0., 0.]], [[0., 0.]]], blocks, losses.LossConfig(), draft_ids_Vd=ids)
 
 
+# Objectives beside CE + TV -----------------------------------------------------------------------
+
+P_D, P_T = np.array([.7, .2, .1]), np.array([.5, .3, .2])  # acceptance .5 + .2 + .1 = .8
+
+
+def run_two(config, labels=(1, 0), mask=(True, True), **more):
+  """One block of two drafts with laws P_D against P_T."""
+  blocks = make_blocks([list(mask)], [list(labels)], [[0, 1]])
+  return run([[np.log(P_D)] * 2], blocks, config, target_hidden_TxD=[np.log(P_T)] * 2,
+             head=jnp.eye(3), **more)
+
+
+@pytest.mark.parametrize("form, expected", [
+    ("alpha", -np.log(.8)),
+    ("lambda", np.exp(-2.4) * np.sum(P_T * np.log(P_T / P_D)) + (1 - np.exp(-2.4)) * .2)])
+def test_lk_by_hand(form, expected):
+  config = losses.LossConfig(0.0, 0.0, 0.0, lk_weight=1.0, lk_form=form, loss_decay=2.0)
+  loss, sums = run_two(config)
+  np.testing.assert_allclose(losses.summarize(loss, sums)["loss"], expected, rtol=1e-5)
+
+
+def test_kl_by_hand():
+  loss, sums = run_two(losses.LossConfig(0.0, 0.0, 0.0, kl_weight=2.0))
+  np.testing.assert_allclose(losses.summarize(loss, sums)["loss"],
+                             2 * np.sum(P_T * np.log(P_T / P_D)), rtol=1e-5)
+
+
+def test_dpace_by_hand():
+  # q = .2, .7 and c = .5: factors .6, .85; P = .6, .51; w = 1.11, .51, per block and not divided.
+  config = losses.LossConfig(1.0, 0.0, 0.0, weighting="dpace")
+  loss, sums = run_two(config)
+  expected = -1.11 * np.log(.2) - .51 * np.log(.7)
+  np.testing.assert_allclose([loss, losses.summarize(loss, sums)["loss"]], expected, rtol=1e-5)
+  # Only the first draft counts: w = P_1 = .6.
+  loss, _ = run_two(config, mask=(True, False))
+  np.testing.assert_allclose(loss, -.6 * np.log(.2), rtol=1e-5)
+
+
+def test_dpace_weighs_the_other_terms_and_leaves_confidence_its_decay():
+  config = losses.LossConfig(0.0, 1.0, 1.0, weighting="dpace", loss_decay=2.0)
+  loss, sums = run_two(config, confidence_AxG=[[0.0, 0.0]])
+  np.testing.assert_allclose(sums.tv, (1.11 + .51) * .4, rtol=1e-5)
+  np.testing.assert_allclose(sums.confidence, (1 + np.exp(-.5)) * np.log(2), rtol=1e-5)
+  np.testing.assert_allclose(loss, sums.tv + sums.confidence, rtol=1e-6)
+
+
+def test_dpace_of_a_label_outside_the_draft_vocabulary():
+  # Draft 1 cannot be right: q = 0, factor .5; then P = .5, .425 and w = .925, .425.
+  config = losses.LossConfig(1.0, 0.0, 0.0, weighting="dpace")
+  loss, sums = run_two(config, labels=(5, 0), draft_ids_Vd=jnp.array([0, 2, 4], jnp.int32),
+                       target_lse_BxT=jnp.zeros((1, 2)))
+  assert sums.num_outside == 1
+  np.testing.assert_allclose(loss, -.425 * np.log(.7), rtol=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [.3, 1.0])
+def test_dpace_weights_are_gradients_of_the_accepted_length(smoothing):
+  """w_j is d sum_m P_m / d log((1 - c) q_j + c), by central differences in float64."""
+  rng = np.random.default_rng(0)
+  q = rng.uniform(size=(3, 5))
+  mask = np.arange(5)[None] < np.array([5, 3, 0])[:, None]
+
+  def compute_length(log_factor):
+    return np.sum(np.cumprod(np.where(mask, np.exp(log_factor), 0), axis=1))
+
+  log_factor = np.log((1 - smoothing) * q + smoothing)
+  expected = np.zeros_like(q)
+  for at in np.ndindex(q.shape):
+    step = np.zeros_like(q)
+    step[at] = 1e-6
+    expected[at] = (compute_length(log_factor + step) - compute_length(log_factor - step)) / 2e-6
+  found = losses.dpace_weights(jnp.asarray(q, jnp.float32), jnp.asarray(mask), smoothing)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_dpace_weights_have_no_gradient():
+  """The gradient is that of CE with the weights 1.11 and .51 held fixed."""
+  blocks = make_blocks([[True, True]], [[1, 0]], [[0, 1]])
+  dpace = losses.LossConfig(1.0, 0.0, 0.0, weighting="dpace")
+  value = lambda config: lambda hidden: run(hidden, blocks, config, head=jnp.eye(3),
+                                            target_hidden_TxD=[np.log(P_T)] * 2)[0]
+  hidden = jnp.asarray([[np.log(P_D)] * 2])
+  expected = np.array([[P_D - np.eye(3)[1], P_D - np.eye(3)[0]]]) * [[[1.11], [.51]]]
+  np.testing.assert_allclose(jax.grad(value(dpace))(hidden), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("field, value", [
+    ("lk_weight", -1.0), ("lk_eta", -1.0), ("lk_form", "beta"), ("weighting", "pace"),
+    ("dpace_smoothing", 0.0), ("dpace_smoothing", 1.5)])
+def test_refuses_bad_options(field, value):
+  with pytest.raises(ValueError, match=f"^{field}: found .*expected"):
+    losses.LossConfig(**{field: value})
+
+
 def test_refuses_bad_weights():
   with pytest.raises(ValueError, match="tv_weight"):
     losses.LossConfig(tv_weight=-1.0)
