@@ -23,8 +23,8 @@ def get_config():
   config.max_prompt_tokens = 128  # longer ones are left out, so that few shapes are compiled
   config.max_new_tokens = 96
   config.repeats = 1
-  config.max_draft_len = 5
-  config.confidence_threshold = 0.4
+  config.max_draft_len = 7
+  config.confidence_threshold = 0.3
 
   # The small drafter: text to learn from, and the run.
   config.is_training = True
