@@ -247,6 +247,20 @@ def test_attention_over_two_stretches(num_kv_heads):
   np.testing.assert_allclose(found, attend_in_numpy(q, k, v, mask, 0.3), rtol=0, atol=2e-6)
 
 
+def test_attention_over_keys_read_in_place(monkeypatch):
+  """The form for many large requests, forced on small ones; both must not be one program."""
+  q, k, v = normal(0, 2, 3, 4, 8), normal(1, 2, 2, 9, 8), normal(2, 2, 2, 9, 8)
+  mask = np.tril(np.ones((3, 9), bool), 6)[None].repeat(2, axis=0)
+  args = jnp.asarray(q), [k], [v], [mask]
+  usual = str(jax.make_jaxpr(lambda *a: layers.attend(*a, scale=0.3))(*args))
+  monkeypatch.setattr(layers, "_KEYS_READ_IN_PLACE", 0)
+  forced = lambda *a: layers.attend(*a, scale=0.3)
+  assert "optimization_barrier" in str(jax.make_jaxpr(forced)(*args))
+  assert "optimization_barrier" not in usual
+  np.testing.assert_allclose(jax.jit(forced)(*args), attend_in_numpy(q, k, v, mask, 0.3),
+                             rtol=0, atol=2e-6)
+
+
 def test_unseen_rows_may_hold_garbage():
   """The contract of dead cache rows (fault B20): keys anything, values anything finite."""
   q, k, v = normal(0, 1, 2, 4, 6), normal(1, 1, 2, 8, 6), normal(2, 1, 2, 8, 6)

@@ -15,7 +15,8 @@ def make_config(tmp_path, **changes):
   config = configs_quickstart.get_config().unlock()
   config.update(target=str(target), draft_model=str(tiny.save_drafter(tmp_path / "drafter")),
                 workdir=str(tmp_path / "work"), num_prompts=1, max_prompt_tokens=128,
-                max_new_tokens=8, max_draft_len=2, num_train_prompts=3)
+                max_new_tokens=8, max_draft_len=2, confidence_threshold=0.4,
+                num_train_prompts=3)
   config.answers.update(batch_size=4, max_new_tokens=8, max_len=256)
   config.training.update(max_len=256, num_eval_rows=1)
   config.training.drafter.update(proposal_len=2, markov_rank=4, draft_vocab_size=100,
