@@ -151,20 +151,21 @@ def build_step(num_layers: int = 36):
       "target": init(key, jnp.zeros((1, 1), jnp.int32))["params"],
       "drafter": dspark.init_params(config, key)})
   params = jax.tree.map(lambda a: shape(*a.shape, dtype=jnp.bfloat16), params)
+
+  def lend(params):
+    """Adds what the drafter borrows: embedding and LM head, which are one array here."""
+    embed_VxD = params["target"]["embed_tokens"]
+    return params | {"borrowed": dspark.borrow(config, embed_VxD, embed_VxD)}
+
   batch_i32 = shape(STEP_BATCH, dtype=jnp.int32)
   state = jax.eval_shape(
       lambda params, prompts, lens, stops: loop.prefill(
-          frame, params, prompts, lens, limits_B=lens, num_slots=STEP_SLOTS, stop_ids_BxE=stops,
-          sampling=make_sampling_params(STEP_BATCH, temperature=1.0)),
+          frame, lend(params), prompts, lens, limits_B=lens, num_slots=STEP_SLOTS,
+          stop_ids_BxE=stops, sampling=make_sampling_params(STEP_BATCH, temperature=1.0)),
       params, shape(STEP_BATCH, 64, dtype=jnp.int32), batch_i32,
       shape(STEP_BATCH, 4, dtype=jnp.int32))
 
-  def step(params, state):
-    embed_VxD = params["target"]["embed_tokens"]  # tied, and lent to the drafter: one array
-    borrowed = {"embed_VxD": embed_VxD, "lm_head_VdxD": embed_VxD}
-    return speculate_step(frame, params | {"borrowed": borrowed}, state)
-
-  return step, (params, state)
+  return lambda params, state: speculate_step(frame, lend(params), state), (params, state)
 
 
 STEP_PROMISES = dict(donate=(1,), no_copies_of=("bf16", (STEP_BATCH, 8, STEP_SLOTS, 128)))

@@ -234,7 +234,7 @@ def test_platform_and_width_decide(implementation, width, is_default):
   case = to_float32(make_case(16, width, 256, 128))
 
   def has_kernel(name, platform):
-    run = functools.partial(api._run, (name, 16), with_gradients=True)
+    run = functools.partial(api._run, (name, 16, None), with_gradients=True)
     return "tpu_custom_call" in jax.jit(run).trace(*case).lower(
         lowering_platforms=(platform,)).as_text()
 

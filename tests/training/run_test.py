@@ -148,7 +148,16 @@ def test_options_that_came_later_are_in_the_fingerprint_only_when_used():
   found = run_lib.run_config_from_dict(FIELDS, cases.TARGET).fingerprint()
   assert set(found["train"]["loss"]) == {
       "ce_weight", "tv_weight", "confidence_weight", "loss_decay", "chunk", "kl_weight"}
-  assert "markov_candidates" not in found["drafter"]
+  assert set(found) == {"max_len", "num_eval_rows", "drafter", "train", "warm_start",
+                        "start_drafter"}
+  # The fields of the shipped drafter's run: one more, and its checkpoints could not be resumed.
+  assert set(found["drafter"]) == {
+      "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+      "head_dim", "target_layer_ids", "num_target_layers", "proposal_len", "mask_token_id",
+      "sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head",
+      "confidence_head_with_markov", "confidence_stop_gradient", "rms_norm_eps", "rope", "qk_norm",
+      "target_hidden_size", "draft_vocab_size", "copy_ngram", "num_anchors",
+      "max_position_embeddings"}
   used = {**FIELDS, "train": {"loss": {"lk_weight": 1.0}}}
   assert run_lib.run_config_from_dict(used, cases.TARGET).fingerprint()["train"]["loss"][
       "lk_weight"] == 1.0
