@@ -3,12 +3,18 @@
   python -m experiments.train_drafter --config=configs/qwen3_4b_reference.py \
       --config.data=data/ --config.workdir=runs/qwen3_4b
 
+The data are the target's own answers without thoughts: experiments/regenerate.py with
+--config.enable_thinking=False, temperature 0.7, top_p 0.8, top_k 20; evaluate.py takes the same
+switch.
+
 Needs accelerators: 512 sequences of 4,096 tokens a step (batch_size x accumulation). After 10
 epochs the paper reports accepted lengths of 6.11 on GSM8K, 5.38 on HumanEval and 3.64 on MT-Bench
 for DSpark, and 5.40, 4.74 and 3.07 for DFlash (temperature 1, 7 drafts; arXiv 2607.05147, table 1).
 """
 
 import ml_collections
+
+from configs import smollm2_dspark
 
 VARIANTS = ("dspark", "dflash")
 
@@ -55,7 +61,7 @@ def get_config(variant: str = "dspark"):
   optimizer.weight_decay = 0.0
   optimizer.clip_norm = 1.0
 
-  train.loss = loss = ml_collections.ConfigDict()
+  train.loss = loss = smollm2_dspark.get_config().train.loss  # options beyond the reference's: off
   loss.ce_weight = 0.1 if variant == "dspark" else 1.0
   loss.tv_weight = 0.9 if variant == "dspark" else 0.0
   loss.confidence_weight = 1.0 if variant == "dspark" else 0.0

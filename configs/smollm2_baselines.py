@@ -10,20 +10,17 @@ papers: EAGLE-3 a soft cross-entropy (the gradient of KL), 0.8^s at step s; Medu
 
 import ml_collections
 
+from configs import smollm2_dspark
+
 KINDS = ("eagle3", "mtp", "medusa")
 
 
 def get_config(kind: str = "eagle3"):
   if kind not in KINDS:
     raise ValueError(f"kind: found {kind!r}, expected one of {KINDS}")
-  config = ml_collections.ConfigDict()
-  config.target = "smollm2-135m-instruct"
-  config.data = "data.jsonl"  # or a directory of *.jsonl, as experiments/regenerate.py writes
-  config.workdir = f"runs/smollm2_{kind}"  # checkpoints, logs, curves, the drafter
-  config.start_drafter = ""  # directory of a drafter to train further
-  config.max_len = 256  # tokens a sequence
-  config.num_eval_rows = 16
-  config.export_dtype = "bfloat16"
+  config = smollm2_dspark.get_config()
+  config.workdir = f"runs/smollm2_{kind}"
+  del config.warm_start  # from the target's layers: DSpark's alone
 
   config.drafter = drafter = ml_collections.ConfigDict()
   drafter.kind = kind
@@ -34,22 +31,8 @@ def get_config(kind: str = "eagle3"):
   if kind != "medusa":
     drafter.qk_norm = False  # as the target
 
-  config.train = train = ml_collections.ConfigDict()
-  train.seed = 0
-  train.batch_size = 4
-  train.accumulation = 1
-  train.num_anchors = 128  # of medusa; the others train on all positions
-  train.max_minutes = 0.0
-  train.log_every = 10
-  train.checkpoint_every = 200
-  train.eval_every = 200
-
-  train.optimizer = optimizer = ml_collections.ConfigDict()
-  optimizer.learning_rate = 1e-3
-  optimizer.warmup_fraction = 0.04
-  optimizer.max_steps = 3000
-
-  train.loss = loss = ml_collections.ConfigDict()
+  # num_anchors is Medusa's alone; the others train on all positions.
+  loss = config.train.loss
   loss.kl_weight = 1.0 if kind == "eagle3" else 0.0
   loss.ce_weight = 0.0 if kind == "eagle3" else 1.0
   loss.tv_weight = 0.0

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.drafter.kinds import kind_of
+from dspark_jax.training.losses import LossConfig
 from dspark_jax.training.run import run_config_from_dict
 from tests.training import cases
 
@@ -27,6 +28,9 @@ def build(name, args, target):
   fields = module.get_config(*args).to_dict()
   for key in ("target", "data", "workdir", "export_dtype"):
     fields.pop(key)
+  # --config.train.loss.FIELD works for every field that a file lists, and for no other.
+  assert set(fields["train"]["loss"]) == {
+      f.name for f in dataclasses.fields(LossConfig)} - {"chunk"}
   return run_config_from_dict(fields, target)
 
 
