@@ -21,6 +21,8 @@ def get_config():
   config.confidence_threshold = 0.0  # 0 = off, as calibration figures need
   config.accept_rule = "token"  # or "block"
   config.dtype = "float32"
+  # Of a chat template with such a switch; None = its default. The reference has False for Qwen3.
+  config.enable_thinking = config_dict.placeholder(bool)
   # JSONL file or directory with `turns` or `messages`; "" = built-in held-out prompts.
   config.prompts = ""
   config.num_prompts = 16  # of each file or domain, spread evenly; 0 = all

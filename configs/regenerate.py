@@ -27,6 +27,8 @@ def get_config():
   config.max_new_tokens = 256
   config.max_len = 512  # prompt + answer; a prompt that leaves less than min_new_tokens is skipped
   config.min_new_tokens = 16
+  # Of a chat template with such a switch; None = its default. The reference has False for Qwen3.
+  config.enable_thinking = config_dict.placeholder(bool)
   # None = what the target's makers recommend.
   config.temperature = config_dict.placeholder(float)  # 0 = greedy
   config.top_k = config_dict.placeholder(int)  # 0 = off

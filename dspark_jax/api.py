@@ -77,6 +77,7 @@ class DSpark:
     accept_rule: "token" (rejection sampling draft by draft) or "block" (arXiv 2403.10444: both
       follow the target's law, block accepts at least as much; greedy answers are the same).
     max_slots: longest prompt + answer in tokens; None = the target's max_position_embeddings.
+    enable_thinking: the switch of a chat template that has one (Qwen3); None = its default.
     dtype: of weights and activations.
   Raises:
     ValueError, FileNotFoundError: one line naming the field, before anything is decoded.
@@ -85,7 +86,8 @@ class DSpark:
   def __init__(self, main_model: str | Target = "smollm2-135m-instruct",
                draft_model: str | None = "auto", *, max_draft_len: int | None = None,
                confidence_threshold: float = 0.0, accept_rule: str = "token",
-               max_slots: int | None = None, dtype: str = "float32"):
+               max_slots: int | None = None, enable_thinking: bool | None = None,
+               dtype: str = "float32"):
     check_rule(accept_rule)
     if dtype not in DTYPES:
       raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(DTYPES)}")
@@ -96,7 +98,7 @@ class DSpark:
     self.target = main_model if isinstance(main_model, Target) else load_target(
         main_model, dtype=jnp.dtype(dtype))
     self.max_slots = max_slots
-    self.tokenizer = chat.load_tokenizer(self.target.path)
+    self.tokenizer = chat.set_thinking(chat.load_tokenizer(self.target.path), enable_thinking)
     self.stop_ids = chat.stop_token_ids(self.tokenizer,
                                         generation_eos=list(self.target.stop_token_ids))
     # Rows of the LM head beyond the tokenizer's ids are padding and must never be emitted.

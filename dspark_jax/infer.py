@@ -22,6 +22,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
       "'prompt-lookup'; 'auto' = the one shipped for the target; 'none' = plain")
   add("--prompt", action="append", help="user message, may be repeated; default: standard input")
   add("--raw", action="store_true", help="take the prompt as it is, without the chat template")
+  add("--no-thinking", action="store_true",
+      help="turn off the thinking of a chat template that has the switch (Qwen3)")
   add("--max-new-tokens", type=int, help="default 128")
   add("--max-length", type=int, help="bound on prompt + answer, instead of --max-new-tokens")
   add("--max-draft-len", type=int, help="most drafts verified a round")
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
   model = DSpark(args.model, None if args.draft_model == "none" else args.draft_model,
                  max_draft_len=args.max_draft_len,
                  confidence_threshold=args.confidence_threshold, accept_rule=args.accept_rule,
-                 dtype=args.dtype)
+                 enable_thinking=False if args.no_thinking else None, dtype=args.dtype)
   if args.policy:
     if args.confidence_threshold:
       raise ValueError("--confidence-threshold: found with --policy, expected one of them")

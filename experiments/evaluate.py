@@ -19,7 +19,8 @@ from experiments import _cli, _evaluation, _timing
 def load_model(config) -> DSpark:
   return DSpark(config.target, None if config.draft_model == "none" else config.draft_model,
                 max_draft_len=config.max_draft_len, dtype=config.dtype,
-                confidence_threshold=config.confidence_threshold, accept_rule=config.accept_rule)
+                confidence_threshold=config.confidence_threshold, accept_rule=config.accept_rule,
+                enable_thinking=config.enable_thinking)
 
 
 def pool(parts: list[_evaluation.Decoded]) -> _evaluation.Decoded:

@@ -44,7 +44,8 @@ def make_options(config, sampling: dict[str, float]) -> RegenerateOptions:
   law |= {name: config[name] for name in LAW if config[name] is not None}
   return RegenerateOptions(
       batch_size=config.batch_size, max_new_tokens=config.max_new_tokens, max_len=config.max_len,
-      min_new_tokens=config.min_new_tokens, seed=config.seed, dtype=config.dtype, **law)
+      min_new_tokens=config.min_new_tokens, seed=config.seed, dtype=config.dtype,
+      enable_thinking=config.enable_thinking, **law)
 
 
 def main(config):

@@ -1,5 +1,6 @@
 """Tokenizers and chat templates: messages to token ids, loss masks and stop ids."""
 
+import copy
 import pathlib
 
 from dspark_jax.data.gguf_tokenizer import load_gguf_tokenizer
@@ -29,6 +30,25 @@ def load_tokenizer(path):
   except Exception as error:  # many kinds: broken JSON, unknown class, missing package
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     raise ValueError(f"tokenizer: cannot read {path}: {reason}") from error
+
+
+def set_thinking(tokenizer, enable_thinking):
+  """Returns the tokenizer with its template's switch `enable_thinking` at True or False.
+
+  None leaves the template its own default. Qwen3 thinks by default, while the public DeepSpec
+  reference regenerates and evaluates with False, so acceptance compares with its figures only so.
+  Raises ValueError for a template without such a switch.
+  """
+  if enable_thinking is None:
+    return tokenizer
+  template = tokenizer.chat_template
+  if not isinstance(template, str) or "enable_thinking" not in template:
+    raise ValueError(f"enable_thinking: found {enable_thinking}, expected None, since the chat "
+                     f"template of tokenizer {_name(tokenizer)} has no such switch")
+  tokenizer = copy.copy(tokenizer)
+  # In the template itself, so that whoever renders, also a single answer's span, agrees.
+  tokenizer.chat_template = f"{{% set enable_thinking = {bool(enable_thinking)} %}}{template}"
+  return tokenizer
 
 
 def check_messages(messages, *, origin="messages"):

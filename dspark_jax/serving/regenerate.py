@@ -32,6 +32,7 @@ class RegenerateOptions:
     temperature, top_k, top_p, min_p: sampling law; temperature 0 is greedy.
     seed: answers depend on (seed, prompt id) only, not on batch size or order.
     dtype: of activations, 'float32' or 'bfloat16'; load the target's weights in it too.
+    enable_thinking: the switch of a chat template that has one; None = its default.
   """
   batch_size: int = 32
   max_new_tokens: int = 256
@@ -43,6 +44,7 @@ class RegenerateOptions:
   min_p: float = 0.0
   seed: int = 0
   dtype: str = "float32"
+  enable_thinking: bool | None = None
 
   def __post_init__(self):
     for name in ("batch_size", "max_new_tokens", "max_len", "min_new_tokens"):
@@ -90,6 +92,7 @@ def regenerate(target, tokenizer, prompts: Sequence[Mapping[str, Any]], out_path
   vocab_size, bound = target.config.vocab_size, target.config.max_position_embeddings
   if options.max_len > bound:
     raise ValueError(f"max_len: found {options.max_len}, expected at most the target's {bound}")
+  tokenizer = chat.set_thinking(tokenizer, options.enable_thinking)
   queue = _make_queue(prompts)
   done = open_output(out_path, options, vocab_size=vocab_size)
   counts = dict(written=0, skipped=0, failed=0, found=0, tokens=0)

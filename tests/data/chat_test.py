@@ -4,7 +4,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from dspark_jax.data.chat import load_tokenizer, render_conversation, render_prompt, stop_token_ids
+from dspark_jax.data.chat import (load_tokenizer, render_conversation, render_prompt, set_thinking,
+                                  stop_token_ids)
 from dspark_jax.data.quiet import import_transformers
 
 VOCABULARY = ["[U]", "[T]", "[E]", "<s>", "u1", "u2", "a1", "a2", "sys", "[UNK]", "<|endoftext|>"]
@@ -142,3 +143,24 @@ def test_refuses_what_is_no_tokenizer(tmp_path):
   (tmp_path / "tokenizer.json").write_text("{broken")
   with pytest.raises(ValueError, match="tokenizer: cannot read "):
     load_tokenizer(tmp_path)
+
+
+# Thoughts by default, an empty one when switched off, as in Qwen3's.
+SWITCHED = ("{% for m in messages %}{{ '[U] ' if m.role == 'user' else '' }}{{ m.content }} "
+            "{{ '[E] ' if m.role == 'assistant' else '' }}{% endfor %}{% if add_generation_prompt "
+            "and enable_thinking is defined and enable_thinking is false %}[T] {% endif %}")
+
+
+def test_thinking_is_switched_in_every_rendering():
+  tokenizer = _tokenizer(SWITCHED)
+  off = set_thinking(tokenizer, False)
+  assert render_prompt(off, _messages("u1")) == _ids("[U] u1 [T]")
+  for on in (tokenizer, set_thinking(tokenizer, None), set_thinking(tokenizer, True)):
+    assert render_prompt(on, _messages("u1")) == _ids("[U] u1")
+  assert off.decode(off("u1 u2").input_ids) == "u1 u2"
+
+
+@pytest.mark.parametrize("template", [PLAIN, None])
+def test_no_switch_to_think_is_told(template):
+  with pytest.raises(ValueError, match="^enable_thinking: found False, .*'toy/tokenizer' has no"):
+    set_thinking(_tokenizer(template), False)

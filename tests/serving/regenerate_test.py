@@ -1,5 +1,6 @@
 """Bulk answers: rows, follow-ups, what is skipped, and resuming to the same bytes."""
 
+import copy
 import dataclasses
 import json
 
@@ -166,6 +167,19 @@ def test_the_same_prompt_twice_is_asked_once(target, tokenizer, tmp_path):
   counts = regenerate(target, tokenizer, [PROMPTS[0], PROMPTS[0]], tmp_path / "rows.jsonl",
                       options=OPTIONS)
   assert counts["written"] == 1
+
+
+def test_thinking_is_switched_in_prompts(target, tokenizer, tmp_path):
+  switched, path = copy.copy(tokenizer), tmp_path / "rows.jsonl"
+  switched.chat_template += "{% if enable_thinking is defined and not enable_thinking %}a{% endif %}"
+  options = dataclasses.replace(OPTIONS, enable_thinking=False)
+  regenerate(target, switched, [ask("a?")], path, options=options)
+  prompt_ids = chat.render_prompt(tokenizer, ask("a?")["messages"])
+  found = read_lines(path)[0]["input_ids"]
+  assert found[:len(prompt_ids) + 1] == prompt_ids + tokenizer("a").input_ids
+  with pytest.raises(ValueError, match="enable_thinking: found False, expected None"):
+    regenerate(target, tokenizer, [ask("a?")], tmp_path / "other.jsonl", options=options)
+  assert not (tmp_path / "other.jsonl").exists()
 
 
 @pytest.mark.parametrize("change, message", [
