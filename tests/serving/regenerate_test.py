@@ -171,7 +171,7 @@ def test_the_same_prompt_twice_is_asked_once(target, tokenizer, tmp_path):
 
 def test_thinking_is_switched_in_prompts(target, tokenizer, tmp_path):
   switched, path = copy.copy(tokenizer), tmp_path / "rows.jsonl"
-  switched.chat_template += "{% if enable_thinking is defined and not enable_thinking %}a{% endif %}"
+  switched.chat_template += "{% if enable_thinking|default(true) is false %}a{% endif %}"
   options = dataclasses.replace(OPTIONS, enable_thinking=False)
   regenerate(target, switched, [ask("a?")], path, options=options)
   prompt_ids = chat.render_prompt(tokenizer, ask("a?")["messages"])
