@@ -216,7 +216,8 @@ def rope_tables(rope: RopeConfig, head_dim: int, positions_BxT: jax.Array):
   """Returns (cos, sin), each float32 [B, T, H / 2], for integer positions."""
   inv, scale = rope_frequencies(rope, head_dim)
   angle_BxTxh = positions_BxT.astype(jnp.float32)[..., None] * jnp.asarray(inv)[None, None, :]
-  return jnp.cos(angle_BxTxh) * scale, jnp.sin(angle_BxTxh) * scale
+  # Without the barrier XLA's CPU compiler computes both again in every layer and for every head.
+  return jax.lax.optimization_barrier((jnp.cos(angle_BxTxh) * scale, jnp.sin(angle_BxTxh) * scale))
 
 
 def apply_rope(x_BxTxNxH: jax.Array, tables) -> jax.Array:
