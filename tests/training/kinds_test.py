@@ -14,6 +14,7 @@ from dspark_jax.interop.drafters import load_drafter, save_drafter
 from dspark_jax.training import losses, recurrent_loss
 from dspark_jax.training import step as step_lib
 from dspark_jax.training.run import run, run_config_from_dict
+from tests.tiny import fast_compile  # noqa: F401
 from tests.training import cases
 
 KINDS = ("eagle3", "mtp", "medusa")

@@ -11,6 +11,7 @@ from dspark_jax.interop.deepspec import load_drafter, save_drafter
 from dspark_jax.training import run as run_lib
 from dspark_jax.training import step as step_lib
 from dspark_jax.training import warm_start
+from tests.tiny import fast_compile  # noqa: F401
 from tests.training import cases
 
 FIELDS = {

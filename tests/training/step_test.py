@@ -13,6 +13,7 @@ from dspark_jax.target.transformer import Transformer
 from dspark_jax.training import anchors
 from dspark_jax.training import losses
 from dspark_jax.training import step as step_lib
+from tests.tiny import fast_compile  # noqa: F401
 from tests.training import cases
 
 OPTIMIZER = step_lib.OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0, max_steps=10,

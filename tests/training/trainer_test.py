@@ -15,6 +15,7 @@ from dspark_jax.data.pipeline import Batches, PipelineConfig
 from dspark_jax.training import step as step_lib
 from dspark_jax.training import trainer
 from dspark_jax.training.config import TrainConfig, train_config_from_dict
+from tests.tiny import fast_compile  # noqa: F401
 from tests.training import cases
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -70,31 +71,36 @@ def assert_same(a, b):
   assert a[1] == b[1]
 
 
-def test_stop_and_resume_is_bit_identical(tmp_path):  # B61
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """Directory and result of a run that nothing stopped."""
+  directory = tmp_path_factory.mktemp("whole")
+  return directory, run(directory)
+
+
+def test_stop_and_resume_is_bit_identical(whole, tmp_path):  # B61
   config = make_config()
-  whole = run(tmp_path / "whole")
   with pytest.raises(Stop):
     run(tmp_path / "parts", on_step=stop_after(2))
   parts = run(tmp_path / "parts")
-  assert whole.num_steps == parts.num_steps == 6 and parts.is_finished
-  assert_same(read_state(tmp_path / "whole", config), read_state(tmp_path / "parts", config))
+  assert whole[1].num_steps == parts.num_steps == 6 and parts.is_finished
+  assert_same(read_state(whole[0], config), read_state(tmp_path / "parts", config))
   losses = {}
-  for name in ("whole", "parts"):
-    lines = [json.loads(x) for x in (tmp_path / name / trainer.METRICS_FILE).open()]
+  for name, directory in (("whole", whole[0]), ("parts", tmp_path / "parts")):
+    lines = [json.loads(x) for x in (directory / trainer.METRICS_FILE).open()]
     losses[name] = [(x["step"], x["loss"]) for x in lines]
   assert losses["whole"] == losses["parts"] and len(losses["whole"]) == 6
   assert (tmp_path / "parts" / "curves.png").stat().st_size > 1000
   assert list((tmp_path / "parts" / "tensorboard").glob("events*"))
 
 
-def test_a_lost_step_is_repeated_not_skipped(tmp_path):
+def test_a_lost_step_is_repeated_not_skipped(whole, tmp_path):
   # Checkpoints at 2 and 4, stop after 3: step 3 is done again from the state and data of 2.
   config = make_config(checkpoint_every=2)
-  run(tmp_path / "whole", config=config)
   with pytest.raises(Stop):
     run(tmp_path / "parts", config=config, on_step=stop_after(3))
   run(tmp_path / "parts", config=config)
-  assert_same(read_state(tmp_path / "whole", config), read_state(tmp_path / "parts", config))
+  assert_same(read_state(whole[0], config), read_state(tmp_path / "parts", config))
   steps = [json.loads(x)["step"] for x in (tmp_path / "parts" / trainer.METRICS_FILE).open()]
   assert steps == [1, 2, 3, 4, 5, 6]
 
@@ -108,6 +114,7 @@ def test_kill_9_and_resume_is_bit_identical(tmp_path):
     # may change the last bit of a float.
     script = textwrap.dedent(f"""
         import jax
+        jax.config.update("jax_disable_most_optimizations", True)
         from tests.training import trainer_test as t
         t.run({str(tmp_path / name)!r}, on_step=lambda step: print(step, flush=True))
         """)
