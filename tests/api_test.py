@@ -297,10 +297,10 @@ def test_names_that_are_nothing(directories, tmp_path):
 
 
 def test_an_adaptive_policy_measures_its_step_curve_once(directories, tmp_path, monkeypatch):
-  """`with_policy(EarlyStop())`: the curve is measured once a batch size, tokens are plain's."""
+  """`with_policy(EarlyStop(...))`: the curve is measured once a batch size, tokens are plain's."""
   monkeypatch.setattr("dspark_jax.api.STEP_CURVES", tmp_path)
   model = DSpark(*map(str, directories))
-  adaptive = model.with_policy(policies.EarlyStop())
+  adaptive = model.with_policy(policies.EarlyStop(max_draft=2))  # few buckets to be compiled
   plain, found = (m.generate("a?", max_new_tokens=8, stop_ids=[], is_speculative=s)
                   for m, s in ((model, False), (adaptive, True)))
   assert found.tokens == plain.tokens

@@ -12,6 +12,7 @@ from dspark_jax.interop.load import load_target
 from dspark_jax.training import anchors
 from dspark_jax.training import losses
 from dspark_jax.training import step as step_lib
+from tests.tiny import fast_compile  # noqa: F401
 
 FOLDERS = ["qwen3_vanilla", "qwen3_gated", "qwen3_rnn", "qwen3_dflash"]
 

@@ -206,7 +206,8 @@ def test_as_a_program_whose_reader_goes_away(directories):
 
 def test_policy(run, expected, monkeypatch, tmp_path):
   monkeypatch.setattr("dspark_jax.api.STEP_CURVES", tmp_path)
-  code, out, _ = run("--prompt", PROMPT, "--max-new-tokens", 20, "--policy", "lagged")
+  code, out, _ = run("--prompt", PROMPT, "--max-new-tokens", 20, "--policy", "lagged",
+                     "--max-draft-len", 1)  # each length more is one bucket more to be measured
   assert code == 0 and out == expected.text + "\n"
   code, _, err = run("--prompt", "x", "--policy", "lagged", "--confidence-threshold", 0.5)
   assert code == 2 and "--confidence-threshold: found with --policy" in err
