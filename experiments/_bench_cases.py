@@ -152,6 +152,6 @@ BENCHES = {bench.name: bench for bench in (
           {"cpu": dict(batch=4, vocab=49_152, num_drafts=7, rank=64),
            "default": dict(batch=64, vocab=151_936, num_drafts=7, rank=256)}),
     Bench("distillation_loss", bench_distillation_loss,
-          {"cpu": dict(num_tokens=896, vocab=8192, width=576, rank=64),
+          {"cpu": dict(num_tokens=896, vocab=49_152, width=576, rank=64),
            "default": dict(num_tokens=896, vocab=151_936, width=2560, rank=256)}),
 )}
