@@ -184,9 +184,11 @@ CASES = {case.name: case for case in (
     Case("markov_sampling, 64 MiB of VMEM", build_markov_sampling, ci_targets=SMALL_VMEM,
          floor_bytes=MARKOV_FLOOR_64, max_ratio=1.2, max_temp_bytes=4 << 20),
     Case("markov_sampling, rnn, with logits", lambda: build_markov_sampling(
-        kind="rnn", with_logits=True), ci_targets=("v5e:2x2",), max_temp_bytes=16 << 20),
+        kind="rnn", with_logits=True), ci_targets=("v5e:2x2",),
+         floor_bytes=MARKOV_FLOOR_64 + G * B * V * 4, max_ratio=1.2, max_temp_bytes=16 << 20),
     Case("markov_sampling, gated", lambda: build_markov_sampling(kind="gated"),
-         ci_targets=("v5p:2x2x1",), max_temp_bytes=16 << 20),
+         ci_targets=("v5p:2x2x1",), floor_bytes=MARKOV_FLOOR_64, max_ratio=1.2,
+         max_temp_bytes=16 << 20),
     # XLA counts a loop's body once, so one slot, to be taken G times.
     Case("markov_sampling, one slot, XLA",
          lambda: build_markov_sampling("reference", num_drafts=1), ci_targets=(),
@@ -196,6 +198,8 @@ CASES = {case.name: case for case in (
     Case("distillation_loss, 512 tokens, XLA",
          lambda: build_distillation_loss(512, implementation="reference"), ci_targets=(),
          floor_bytes=TWO_PASSES),
+    Case("distillation_loss, 4096 tokens", lambda: build_distillation_loss(4096), ci_targets=(),
+         max_temp_bytes=200 << 20),
     # 4,096 tokens x V would be 2.5 GB a float32 array; the gradient of W2 in float32 is 156 MB.
     Case("distillation_loss, 4096 tokens, gradients",
          lambda: build_distillation_loss(4096, with_gradients=True), ci_targets=("v5e:2x2",),

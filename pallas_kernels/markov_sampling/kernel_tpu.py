@@ -89,7 +89,6 @@ def markov_sampling_tpu(base_logits_GxBxV, w1_UxR, w2_VxR, first_token_B, words_
       itemsize=w2_VxR.dtype.itemsize, with_logits=with_logits)
   if G * num_blocks == 1:  # one pass
     num_resident = 0
-  tile_bytes = tile * R * w2_VxR.dtype.itemsize
   ids_V = jnp.arange(V, dtype=jnp.int32) if ids_V is None else ids_V.astype(jnp.int32)
   is_sampled_B = jnp.pad(temperature_B > 0, (0, num_blocks * batch - B))
   any_sampled_K = is_sampled_B.reshape(num_blocks, batch).any(1).astype(jnp.int32)
@@ -107,7 +106,7 @@ def markov_sampling_tpu(base_logits_GxBxV, w1_UxR, w2_VxR, first_token_B, words_
          (per_slot(1), slots(1, jnp.float32)), (per_slot(R), slots(R, w1_UxR.dtype))]
   if with_logits:
     out.append((per_tile, slots(V, jnp.float32)))
-  num_reads = num_tiles + (G * num_blocks - 1) * (num_tiles - num_resident)
+  num_w2_rows = V + (G * num_blocks - 1) * max(V - num_resident * tile, 0)
   found = pl.pallas_call(
       functools.partial(_walk_kernel, kind=kind, vocab=V, tile=tile, num_resident=num_resident,
                         num_embeds=U, with_logits=with_logits),
@@ -139,7 +138,8 @@ def markov_sampling_tpu(base_logits_GxBxV, w1_UxR, w2_VxR, first_token_B, words_
       cost_estimate=pl.CostEstimate(
           flops=2 * G * B * V * R + 150 * G * B * V,  # Threefry is 100 of the 150
           transcendentals=3 * G * B * V,
-          bytes_accessed=((1 + with_logits) * G * B * V * 4 + num_reads * tile_bytes + 4 * V
+          bytes_accessed=((1 + with_logits) * G * B * V * 4 + num_blocks * G * V * 4
+                          + num_w2_rows * R * w2_VxR.dtype.itemsize
                           + G * B * ((_ROWS + 1) * R * w1_UxR.dtype.itemsize + 4 * E + 20))),
       interpret=interpret,
   )(any_sampled_K, base_logits_GxBxV, _pad_rows(w1_UxR), w2_VxR, w1_UxR[first_token_B],
