@@ -122,9 +122,9 @@ def test_table(implementation, name):
 
 
 @over_all
-@pytest.mark.parametrize("V", [49_152, 151_936])
+@pytest.mark.parametrize("V", [49_152, 129_280, 151_936, 262_144])
 def test_vocabularies_of_real_models(implementation, V):
-  args = make_case(2, 2, V, 16)
+  args = make_case(2, 2, V, 16, num_embeds=300_000 if V == 262_144 else None)
   check(compile_walk(implementation, Tiles(vocab=4096, resident_bytes=4096 * 16 * 4))(*args),
         walk_by_hand(*args, kind="vanilla"))
 

@@ -29,7 +29,7 @@ IMPLEMENTATIONS = {
   "gpu": jax.jit(functools.partial(run_gpu, tiles=GPU_TILES)),
 }
 # With the tiles of production, for rows of production.
-FULL_SIZE = {"tpu": jax.jit(run_tpu), "gpu": jax.jit(run_gpu)}
+FULL_SIZE = IMPLEMENTATIONS | {"tpu": jax.jit(run_tpu), "gpu": jax.jit(run_gpu)}
 over_all = pytest.mark.parametrize("name", IMPLEMENTATIONS)
 
 
@@ -205,6 +205,28 @@ def test_a_reduced_vocabulary_equals_the_scattered_full_one(name):
   for ours, theirs in zip(found, expected, strict=True):
     np.testing.assert_array_equal(ours, theirs)
   assert found[0][0] == 0 and len(np.unique(found[0])) > 1
+
+
+@over_all
+def test_ties_go_to_the_lowest_id(name, monkeypatch):
+  """Without noise, on dyadic laws: equals in one lane of three tiles, in one tile, everywhere."""
+  silence = lambda word0, word1, ids: jnp.zeros(jnp.broadcast_shapes(word0.shape, ids.shape))
+  for kernel in (kernel_tpu, kernel_gpu):
+    monkeypatch.setattr(kernel, "gumbel_block", silence)
+  monkeypatch.setattr(counter_rng, "gumbel", lambda words, ids: jnp.zeros((4, 300)))
+  run = {"reference": reference.rejection_sampling_reference,
+         "tpu": functools.partial(run_tpu, tiles=TPU_TILES),
+         "gpu": functools.partial(run_gpu, tiles=GPU_TILES)}[name]
+  target, draft = np.full((4, 2, 300), -np.inf, np.float32), np.zeros((4, 1, 300), np.float32)
+  target[0, 0, [276, 148, 20]] = target[1, 0, [50, 17]] = target[2, 1, [299, 130]] = 0.0
+  target[2:, 0], target[3, 1] = 0.0, 0.0
+  # Requests 0 and 1 reject token 5 and draw from the residual, 2 and 3 accept and draw a bonus.
+  num_accepted, next_token, is_valid = run(
+    target, draft, np.full((4, 1), 5, np.int32), np.ones(4, np.int32),
+    np.full((4, 1), 0.5, np.float32), np.zeros((4, 2, 2), np.uint32))
+  np.testing.assert_array_equal(num_accepted, [0, 0, 1, 1])
+  np.testing.assert_array_equal(next_token, [20, 17, 130, 0])
+  assert np.asarray(is_valid).all()
 
 
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
