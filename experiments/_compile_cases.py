@@ -100,7 +100,8 @@ MARKOV_FLOOR_64 = MARKOV_FLOOR + (G - 1) * (V * R * 2 - (64 << 20))
 
 
 def build_distillation_loss(num_tokens: int, *, with_gradients: bool = False,
-                            implementation: str = "pallas"):
+                            implementation: str = "pallas",
+                            sizes: tuple[int, int, int] = (V, D, R)):
   from pallas_kernels.distillation_loss import distillation_loss, weighted_distillation_loss
   options = dict(implementation=implementation, chunk=512)
 
@@ -113,14 +114,16 @@ def build_distillation_loss(num_tokens: int, *, with_gradients: bool = False,
     return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(hidden, bias_in, w2)
 
   half = functools.partial(shape, dtype=jnp.bfloat16)
-  args = (half(num_tokens, D), half(num_tokens, D), half(V, D), half(num_tokens, R), half(V, R),
-          shape(num_tokens, dtype=jnp.int32))
+  vocab, width, rank = sizes
+  args = (half(num_tokens, width), half(num_tokens, width), half(vocab, width),
+          half(num_tokens, rank), half(vocab, rank), shape(num_tokens, dtype=jnp.int32))
   return (gradients, args + (shape(num_tokens),)) if with_gradients else (terms, args)
 
 
 # TV needs both normalisers before its first term, so no form reads the LM head less than twice
 # (unless the logits stay, which is what this family is there to avoid).
 TWO_PASSES = 2 * V * (D + R) * 2 + 512 * (2 * D + R) * 2
+SMOLLM2 = dict(num_tokens=512, with_gradients=True, sizes=(49_152, 576, 64))
 
 STEP_BATCH, STEP_SLOTS = 8, 1088  # a number of slots that nothing else in the program has
 
@@ -178,6 +181,10 @@ CASES = {case.name: case for case in (
          max_temp_bytes=1 << 20),
     Case("length_selection, budget", lambda: build_length_selection("budget"),
          max_temp_bytes=1 << 20),
+    Case("length_selection, early stop, XLA", lambda: build_length_selection(
+        "step_curve_C", implementation="reference"), ci_targets=()),
+    Case("length_selection, budget, XLA", lambda: build_length_selection(
+        "budget", implementation="reference"), ci_targets=()),
     Case("markov_sampling, 128 MiB of VMEM", lambda: build_markov_sampling(vmem_mib=128),
          ci_targets=LARGE_VMEM, targets=LARGE_VMEM, floor_bytes=MARKOV_FLOOR, max_ratio=1.2,
          max_temp_bytes=4 << 20),
@@ -210,6 +217,10 @@ CASES = {case.name: case for case in (
     Case("distillation_loss, 512 tokens, gradients, XLA",
          lambda: build_distillation_loss(512, with_gradients=True, implementation="reference"),
          ci_targets=()),
+    Case("distillation_loss of SmolLM2, gradients", lambda: build_distillation_loss(
+        implementation="auto", **SMOLLM2), ci_targets=()),
+    Case("distillation_loss of SmolLM2, gradients, XLA", lambda: build_distillation_loss(
+        implementation="reference", **SMOLLM2), ci_targets=()),
     Case("step of Qwen3-4B, 4 layers", lambda: build_step(4), ci_targets=("v5e:2x2",),
          **STEP_PROMISES),
     Case("step of Qwen3-4B", build_step, ci_targets=(), **STEP_PROMISES),

@@ -16,7 +16,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 SMALL = {"rejection_sampling": dict(batch=4, vocab=60, num_drafts=3),
          "length_selection": dict(batch=5, num_drafts=4),
          "markov_sampling": dict(batch=4, vocab=60, num_drafts=3, rank=4),
-         "distillation_loss": dict(num_tokens=6, vocab=60, width=8, rank=4)}
+         "distillation_loss, terms": dict(num_tokens=6, vocab=60, width=8, rank=4),
+         "distillation_loss, gradients": dict(num_tokens=6, vocab=60, width=8, rank=4)}
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -34,7 +35,7 @@ def test_the_naive_form_computes_the_same(name):
 
 
 def test_table(tmp_path, monkeypatch, capsys):
-  name = "distillation_loss"
+  name = "distillation_loss, gradients"
   monkeypatch.setitem(BENCHES, name, dataclasses.replace(
       BENCHES[name], sizes={"default": SMALL[name]}))
   spec = importlib.util.spec_from_file_location("config", ROOT / "configs/bench_kernels.py")
