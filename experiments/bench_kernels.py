@@ -59,10 +59,10 @@ def measure_copy(num_bytes: int, *, repeats: int) -> float:
   array = jnp.ones(max(num_bytes // 4, 1), jnp.float32)
   # One call makes many passes, in place: allocating the result costs a CPU as much as a pass.
   run = jax.jit(lambda x, num: lax.fori_loop(0, num, lambda _, x: x + 1.0, x))
-  num_passes = (1, 9)
-  short, long = (min(time_forms({"copy": run.lower(array, num).compile()}, (array, num),
-                                repeats=repeats)["copy"]) for num in num_passes)
-  return 2 * array.nbytes * (num_passes[1] - num_passes[0]) / max(long - short, 1e-9)
+  num_passes = 16
+  compiled = {"copy": run.lower(array, num_passes).compile()}
+  seconds = statistics.median(time_forms(compiled, (array, num_passes), repeats=repeats)["copy"])
+  return 2 * array.nbytes * num_passes / seconds
 
 
 def bench(config) -> list[dict]:
