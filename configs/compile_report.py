@@ -3,7 +3,7 @@
   python -m experiments.compile_report --config=configs/compile_report.py
   python -m experiments.compile_report --config=configs/compile_report.py --config.case=rejection
 
-Needs the PyPI package libtpu and no TPU. About 5 s a kernel and target on 2 quiet cores, minutes
+Needs the PyPI package libtpu and no TPU. On 2 cores 1 to 30 s a kernel and target, half a minute
 for the step of 36 layers. Bytes of a kernel are its own cost estimate, which follows from its
 blocks; everything around it is the compiler's count.
 """

@@ -8,9 +8,11 @@ A process compiles for one target: libtpu is loaded once and keeps its settings.
 import importlib.util
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 
 ENVIRONMENT = dict(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1",
@@ -37,7 +39,19 @@ def compile_elsewhere(name: str, target: str, *, timeout_s: float = 1800) -> dic
 
 
 def compile_here(name: str, target: str) -> dict:
-  """Returns what the compiler says about a case: seconds, bytes, FLOPs, copies."""
+  """Returns what the compiler says about a case: seconds, bytes, FLOPs, copies.
+
+  Meant for a process of its own: the compiler is told by XLA_FLAGS to write the program down, and
+  reads those once.
+  """
+  with tempfile.TemporaryDirectory() as directory:
+    # `compiled.as_text()` fails where libtpu knows an instruction that jaxlib does not (7x).
+    flags = f"--xla_dump_to={directory} --xla_dump_hlo_as_text"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    return _compile_into(pathlib.Path(directory), name, target)
+
+
+def _compile_into(directory: pathlib.Path, name: str, target: str) -> dict:
   import jax
   from jax.experimental import topologies
   from jax.sharding import SingleDeviceSharding
@@ -56,6 +70,8 @@ def compile_here(name: str, target: str) -> dict:
   # An output that takes a donated input's place is written in part only: it is not counted twice.
   floor = case.floor_bytes or (count_bytes(args) + memory.output_size_in_bytes
                                - memory.alias_size_in_bytes)
+  # The host's programs are called "*.cpu_after_optimizations.txt".
+  text = "".join(path.read_text() for path in directory.glob("*.after_optimizations.txt"))
   accessed = cost.get("bytes accessed", 0.0)
   return dict(
       case=name, target=target, lower_s=lowered_at - started,
@@ -63,7 +79,7 @@ def compile_here(name: str, target: str) -> dict:
       argument_bytes=memory.argument_size_in_bytes, output_bytes=memory.output_size_in_bytes,
       bytes_accessed=accessed, floor_bytes=floor, ratio=accessed / floor,
       flops=cost.get("flops", 0.0), transcendentals=cost.get("transcendentals", 0.0),
-      copies=case.no_copies_of and find_copies(compiled.as_text(), *case.no_copies_of))
+      copies=case.no_copies_of and find_copies(text, *case.no_copies_of))
 
 
 def count_bytes(tree) -> int:

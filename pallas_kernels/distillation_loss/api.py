@@ -46,8 +46,8 @@ def distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: jax.Array,
     bias_in_NxR, w2_VdxR: the sequential head's bias is w2 @ bias_in; R = 0 where there is none.
     labels_N: int index into the draft vocabulary; -1 = outside it: ce is 0 without gradient.
     target_lse_N: float32 log-normaliser of the target over the full vocabulary; None = Vd is full.
-    implementation: 'auto' (on TPU a kernel for D <= 1024), 'reference', or 'pallas' (the kernel at
-      any D); see `pallas_kernels.dispatch`.
+    implementation: 'auto' (on TPU a kernel for D <= 1024), 'reference', or 'pallas' (on TPU the
+      kernel at any D, on GPU one for the terms); see `pallas_kernels.dispatch`.
     chunk: tokens a step of the reference; its peak memory grows with chunk * Vd.
 
   Gradients flow to draft_hidden, bias_in and w2 from ce and tv. Target, LM head and accept are
@@ -158,7 +158,15 @@ def _run(options, tokens: Tokens, lm_head_VdxD, w2_VdxR, keep_N, *, with_gradien
   return dispatch(
       implementation, tokens, lm_head_VdxD, w2_VdxR, keep_N,
       reference=functools.partial(reference.terms_and_gradients, chunk=chunk, **options),
-      kernels=kernels if is_narrow else None, on_request=kernels)
+      kernels=kernels if is_narrow else None,
+      on_request=kernels | {"cuda": functools.partial(_run_gpu, chunk=chunk, **options)})
+
+
+def _run_gpu(*args, **options):
+  # Imported when asked for: Pallas will drop Triton one day, and nothing else may break then.
+  from pallas_kernels.distillation_loss import kernel_gpu
+
+  return kernel_gpu.terms_and_gradients(*args, **options)
 
 
 # The differentiated arguments come first; everything after them is frozen.

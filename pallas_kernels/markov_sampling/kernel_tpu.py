@@ -4,8 +4,10 @@ Grid (batch blocks, slots, vocabulary tiles), in order. A tile's logits exist in
 survives it is, per row, a running maximum and sum, and per lane the best token so far. At a slot's
 last tile the token is known, and its W1 row is fetched for the next slot.
 
-Every slot needs all of W2, after the token before it: G passes. Tiles that fit into
-`resident_bytes` stay in VMEM after the first, so a W2 of 78 MB is read once on a TPU with 128 MiB.
+Every slot needs all of W2, after the token before it: G passes. What VMEM has room for stays there
+after the first, so that the traffic is that of base logits and W2 once, and of what W2 has beyond
+the room G - 1 times more. A W2 of 78 MB is read once on a TPU with 128 MiB; with 64 MiB no form of
+the walk moves less than 1.18 times that at production shapes, however it orders its work.
 """
 
 import dataclasses
@@ -33,14 +35,42 @@ class Tiles:
   Attributes:
     batch: requests, at most.
     vocab: columns, a multiple of 128.
-    resident_bytes: of W2 kept in VMEM from slot to slot; 40 MiB fits every TPU since v5e, 80 MiB
-      v5e and v6e.
-    vmem_bytes: the compiler's limit beside that.
+    resident_bytes: of W2 kept in VMEM from slot to slot, at most; None = as much as there is room.
+    vmem_bytes: of the TPU; None = of the one that is traced for.
   """
   batch: int = 64
   vocab: int = 1024
-  resident_bytes: int = 40 << 20
-  vmem_bytes: int = 16 << 20
+  resident_bytes: int | None = None
+  vmem_bytes: int | None = None
+
+
+_SPARE_BYTES = 2 << 20  # of VMEM: half for the compiler's own, half for what is counted roughly
+_SMALLEST_VMEM_BYTES = 64 << 20  # of v5p and v7x; v5e and v6e have twice as much
+
+
+def find_vmem_bytes() -> int:
+  """Returns the VMEM of the TPU that is traced for; the least of all since v5e where it is unknown.
+
+  It is unknown where a program is compiled for a TPU that is not there.
+  """
+  try:
+    return pltpu.get_tpu_info().vmem_capacity_bytes
+  except ValueError:  # the device is none
+    return _SMALLEST_VMEM_BYTES
+
+
+def count_resident(tiles: Tiles, *, batch: int, tile: int, num_tiles: int, rank: int, gates: int,
+                   itemsize: int, with_logits: bool) -> tuple[int, int]:
+  """Returns (how many tiles of W2 stay in VMEM, the compiler's limit in bytes)."""
+  tile_bytes = tile * rank * itemsize
+  need = (2 * tile_bytes + (2 * (1 + with_logits) + 4) * batch * tile * 4  # W2; base, logits, noise
+          + batch * (_ROWS + 8) * rank * itemsize + 2 * batch * gates * 4
+          + 2 * gates * 2 * rank * itemsize)
+  limit = (tiles.vmem_bytes or find_vmem_bytes()) - _SPARE_BYTES // 2
+  room = max(limit - _SPARE_BYTES // 2 - need, 0)
+  if tiles.resident_bytes is not None:
+    room = min(room, tiles.resident_bytes)
+  return min(room // tile_bytes, num_tiles), limit
 
 
 def markov_sampling_tpu(base_logits_GxBxV, w1_UxR, w2_VxR, first_token_B, words_GxBx2,
@@ -51,11 +81,14 @@ def markov_sampling_tpu(base_logits_GxBxV, w1_UxR, w2_VxR, first_token_B, words_
   (G, B, V), (U, R) = base_logits_GxBxV.shape, w1_UxR.shape
   batch, tile = min(tiles.batch, B), min(tiles.vocab, -(-V // _LANES) * _LANES)
   num_blocks, num_tiles = -(-B // batch), -(-V // tile)
-  tile_bytes = tile * R * w2_VxR.dtype.itemsize
-  num_resident = min(tiles.resident_bytes // tile_bytes, num_tiles) if G * num_blocks > 1 else 0
   if kind == "vanilla":  # unread; a block needs a size
     pre_GxBxE, cell_ExI = jnp.zeros((G, B, 1), jnp.float32), jnp.zeros((1, 1), w1_UxR.dtype)
   E = pre_GxBxE.shape[-1]
+  num_resident, vmem_limit = count_resident(
+      tiles, batch=batch, tile=tile, num_tiles=num_tiles, rank=R, gates=E,
+      itemsize=w2_VxR.dtype.itemsize, with_logits=with_logits)
+  if G * num_blocks == 1:  # one pass
+    num_resident = 0
   ids_V = jnp.arange(V, dtype=jnp.int32) if ids_V is None else ids_V.astype(jnp.int32)
   is_sampled_B = jnp.pad(temperature_B > 0, (0, num_blocks * batch - B))
   any_sampled_K = is_sampled_B.reshape(num_blocks, batch).any(1).astype(jnp.int32)
@@ -73,7 +106,7 @@ def markov_sampling_tpu(base_logits_GxBxV, w1_UxR, w2_VxR, first_token_B, words_
          (per_slot(1), slots(1, jnp.float32)), (per_slot(R), slots(R, w1_UxR.dtype))]
   if with_logits:
     out.append((per_tile, slots(V, jnp.float32)))
-  num_reads = num_tiles + (G * num_blocks - 1) * (num_tiles - num_resident)
+  num_w2_rows = V + (G * num_blocks - 1) * max(V - num_resident * tile, 0)
   found = pl.pallas_call(
       functools.partial(_walk_kernel, kind=kind, vocab=V, tile=tile, num_resident=num_resident,
                         num_embeds=U, with_logits=with_logits),
@@ -101,12 +134,12 @@ def markov_sampling_tpu(base_logits_GxBxV, w1_UxR, w2_VxR, first_token_B, words_
               pltpu.SemaphoreType.DMA]),
       out_shape=[shape for _, shape in out],
       compiler_params=pltpu.CompilerParams(
-          dimension_semantics=("arbitrary",) * 3,
-          vmem_limit_bytes=tiles.vmem_bytes + num_resident * tile_bytes),
+          dimension_semantics=("arbitrary",) * 3, vmem_limit_bytes=vmem_limit),
       cost_estimate=pl.CostEstimate(
           flops=2 * G * B * V * R + 150 * G * B * V,  # Threefry is 100 of the 150
           transcendentals=3 * G * B * V,
-          bytes_accessed=((1 + with_logits) * G * B * V * 4 + num_reads * tile_bytes + 4 * V
+          bytes_accessed=((1 + with_logits) * G * B * V * 4 + num_blocks * G * V * 4
+                          + num_w2_rows * R * w2_VxR.dtype.itemsize
                           + G * B * ((_ROWS + 1) * R * w1_UxR.dtype.itemsize + 4 * E + 20))),
       interpret=interpret,
   )(any_sampled_K, base_logits_GxBxV, _pad_rows(w1_UxR), w2_VxR, w1_UxR[first_token_B],

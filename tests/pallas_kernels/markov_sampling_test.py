@@ -1,5 +1,6 @@
 """One table of walks over every implementation, against NumPy float64: tokens exactly."""
 
+import contextlib
 import functools
 
 import hypothesis
@@ -16,6 +17,7 @@ from pallas_kernels.markov_sampling import markov_sampling, pruned_markov_sampli
 from pallas_kernels.markov_sampling.kernel_tpu import Tiles
 from pallas_kernels.markov_sampling.reference import markov_sampling_reference
 from tests import oracles
+from tests.pallas_kernels import devices
 
 SMALL = Tiles(batch=4, vocab=128, resident_bytes=0)
 
@@ -120,9 +122,9 @@ def test_table(implementation, name):
 
 
 @over_all
-@pytest.mark.parametrize("V", [49_152, 151_936])
+@pytest.mark.parametrize("V", [49_152, 129_280, 151_936, 262_144])
 def test_vocabularies_of_real_models(implementation, V):
-  args = make_case(2, 2, V, 16)
+  args = make_case(2, 2, V, 16, num_embeds=300_000 if V == 262_144 else None)
   check(compile_walk(implementation, Tiles(vocab=4096, resident_bytes=4096 * 16 * 4))(*args),
         walk_by_hand(*args, kind="vanilla"))
 
@@ -283,8 +285,20 @@ def test_platform_decides():
 
 def test_gpu_kernel_lowers_for_cuda():
   args = make_case(2, 8, 300, 16)[:6]
-  if not hasattr(jax.sharding, "AbstractDevice") or jax.__version_info__ >= (0, 11):
-    pytest.skip("Triton lowers without a device up to jax 0.10")
-  run = functools.partial(markov_sampling, implementation="pallas")
-  text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-  assert "triton" in text
+  text = devices.lower_for_cuda(functools.partial(markov_sampling, implementation="pallas"), *args)
+  assert text.count("__gpu$xla.gpu.triton") == 1  # the body of the walk
+
+
+@pytest.mark.parametrize("device_kind, cores, num_kept", [
+    ("TPU v5 lite", 1, 149), ("TPU v5", 2, 117), ("TPU7x", 1, 117), (None, None, 117)])
+def test_as_much_of_w2_stays_as_the_tpu_has_room_for(device_kind, cores, num_kept):
+  """At production shapes all 149 tiles of 0.5 MiB in 128 MiB of VMEM, 58.5 MiB in 64."""
+  near = contextlib.nullcontext() if device_kind is None else devices.pretend(
+      device_kind, "tpu", num_cores=cores)
+  count = functools.partial(kernel_tpu.count_resident, batch=64, tile=1024, num_tiles=149, rank=256,
+                            gates=1, itemsize=2, with_logits=False)
+  with near:
+    found, limit = count(Tiles())
+  assert found == num_kept
+  assert found * (1 << 19) < limit < (128 if num_kept == 149 else 64) << 20
+  assert count(Tiles(resident_bytes=10 << 20))[0] == 20 and count(Tiles(vmem_bytes=1 << 20))[0] == 0
