@@ -17,7 +17,7 @@ import json
 import os
 import pathlib
 import tempfile
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -90,22 +90,35 @@ def load_drafter(path: str | os.PathLike, *, dtype=None, ignore_fields: tuple[st
     config = config_from_deepspec(raw, ignore_fields=ignore_fields)
   except ValueError as e:
     raise ValueError(f"{config_path}: {e}") from None
+  params, stored = read_params(path, config, drafter_tensor_shapes(config), _param_path,
+                               is_tied=bool(raw.get("tie_word_embeddings", False)), dtype=dtype)
+  return config, params, stored
+
+
+def read_params(path: pathlib.Path, config, shapes: Mapping[str, tuple[int, ...]],
+                param_path: Callable[[str], list[str]], *, is_tied: bool, dtype=None):
+  """Reads a drafter's tensors, all of them checked first; returns (params, stored or None).
+
+  Args:
+    shapes: tensor name -> shape, of all but the stored ones.
+    param_path: tensor name -> keys in the parameter tree.
+  """
+  origin = str(path)
   tensors = hf.read_tensors(path)
-  stored = take_stored(tensors, config, is_tied=bool(raw.get("tie_word_embeddings", False)),
-                       origin=str(path))
-  hf.check_tensors(tensors, drafter_tensor_shapes(config), origin=str(path))
+  stored = take_stored(tensors, config, is_tied=is_tied, origin=origin)
+  hf.check_tensors(tensors, shapes, origin=origin)
   for name, value in tensors.items():
-    check_float(name, value, origin=str(path))
+    check_float(name, value, origin=origin)
   cast = lambda x: jnp.asarray(x if dtype is None else x.astype(dtype))
   params: dict[str, Any] = {}
   for name, value in tensors.items():
-    *parents, leaf = _param_path(name)
+    *parents, leaf = param_path(name)
     node = params
     for key in parents:
       node = node.setdefault(key, {})
     node[leaf] = cast(value)
   stored = {k: jnp.asarray(v) if k == "draft_ids" else cast(v) for k, v in stored.items()}
-  return config, params, stored or None
+  return params, stored or None
 
 
 def save_drafter(path: str | os.PathLike, config: DrafterConfig, params: Mapping[str, Any], *,

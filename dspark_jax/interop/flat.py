@@ -12,7 +12,6 @@ import pathlib
 from typing import Any, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.drafter import medusa
@@ -43,23 +42,10 @@ def load_drafter(path: str | os.PathLike, *, dtype=None):
     config = config_from_json(raw)
   except ValueError as e:
     raise ValueError(f"{path / 'config.json'}: {e}") from None
-  tensors = hf.read_tensors(path)
-  stored = deepspec.take_stored(tensors, config,
-                                is_tied=bool(raw.get("tie_word_embeddings", False)),
-                                origin=str(path))
-  hf.check_tensors(tensors, tensor_shapes(config), origin=str(path))
-  for name, value in tensors.items():
-    deepspec.check_float(name, value, origin=str(path))
-  cast = lambda x: jnp.asarray(x if dtype is None else x.astype(dtype))
-  params: dict[str, Any] = {}
-  for name, value in tensors.items():
-    *parents, leaf = _param_path(name)
-    node = params
-    for key in parents:
-      node = node.setdefault(key, {})
-    node[leaf] = cast(value)
-  stored = {k: jnp.asarray(v) if k == "draft_ids" else cast(v) for k, v in stored.items()}
-  return config, params, stored or None
+  params, stored = deepspec.read_params(
+      path, config, tensor_shapes(config), _param_path,
+      is_tied=bool(raw.get("tie_word_embeddings", False)), dtype=dtype)
+  return config, params, stored
 
 
 def save_drafter(path: str | os.PathLike, config, params: Mapping[str, Any], *, embed_VxD=None,
