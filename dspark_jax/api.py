@@ -140,20 +140,22 @@ class DSpark:
       raise ValueError("policy: found together with max_draft_len or confidence_threshold, "
                        "expected one or the other")
     else:
-      other.frame = dataclasses.replace(self.frame, drafter=self.proposer, policy=policy)
+      num_drafts = policies.max_verify_len(policy, self.proposer.proposal_len)
+      other.frame = dataclasses.replace(self.frame, policy=policy,
+                                        drafter=self.proposer.with_len(max(num_drafts, 1)))
     if policies.is_adaptive(policy) and estimator is None:
-      estimator = self._calibrated_head()
+      estimator = self._calibrated_head(other.frame.proposal_len)
     other.frame = dataclasses.replace(other.frame, estimator=estimator)
     return other
 
-  def _calibrated_head(self) -> estimators.TrainedHead:
+  def _calibrated_head(self, num_drafts: int) -> estimators.TrainedHead:
     if not self.proposer.has_confidence:
       raise ValueError("estimator: found none with a drafter that has no confidence head, expected "
                        "one that needs none (scheduler.estimator.OnlineLogistic)")
     if not (self.drafter_directory / calibration.FILE).is_file():
       return estimators.TrainedHead()
-    return estimators.TrainedHead(
-        calibration.load_sts(self.drafter_directory, self.proposer.proposal_len))
+    temperatures = calibration.load_sts(self.drafter_directory, self.proposer.proposal_len)
+    return estimators.TrainedHead(temperatures[:num_drafts])
 
   def encode(self, prompt, *, is_raw: bool = False) -> list[int]:
     """Token ids of a prompt: text (a user's message, or as it is with `is_raw`), messages, ids."""

@@ -12,7 +12,7 @@ from dspark_jax.metrics import plots
 from dspark_jax.scheduler.policies import EarlyStop
 from dspark_jax.scheduler.step_curve import make_step_curve
 from dspark_jax.scheduler.step_table import StepTable, write_table
-from dspark_jax.verification.pack import make_ladder, measure_padding
+from dspark_jax.verification.pack import draft_lens, make_ladder, measure_padding
 from experiments import _cli, _timing
 
 
@@ -34,14 +34,17 @@ def main(config):
     # After each, so that a run cut short leaves what it has.
     write_table(out, StepTable(about | {"context": f"{config.context_tokens} tokens, medians of "
                                         f"{config.repeats}"}, timings))
-    print(f"\n{batch} requests: drafting {found.draft_ms:.1f} ms; padding of the ladder "
+    drafting = ", ".join(f"{n} of each {ms:.1f} ms"
+                         for n, ms in zip(draft_lens(found.ladder), found.draft_ms))
+    print(f"\n{batch} requests: drafting {drafting}; padding of the ladder "
           f"{100 * measure_padding(found.ladder, batch):.0f}% on average")
     for (tokens, rows), ms in zip(found.ladder, found.verify_ms):
       print(f"  {tokens:4} tokens, up to {rows} a request: {ms:8.1f} ms, "
             f"{ms / tokens:6.2f} ms a token")
-    smoothed = 1 / make_step_curve(found).steps_per_ms_C[1:]
+    draft_ms = (0.0, *found.draft_ms)[-1]  # the plot is of rounds that draft in full
+    smoothed = 1 / make_step_curve(found).steps_per_ms_DxC[-1, 1:]
     plots.plot_step_curve(
-        [(tokens, ms + found.draft_ms) for (tokens, _), ms in zip(found.ladder, found.verify_ms)],
+        [(tokens, ms + draft_ms) for (tokens, _), ms in zip(found.ladder, found.verify_ms)],
         list(enumerate(smoothed.tolist(), start=1)),
         out.with_name(f"{out.stem}_{batch}.png"), title=f"{model.name}, {batch} requests")
   print(f"\n-> {out}")

@@ -34,9 +34,10 @@ CONTEXT_TOKENS = 128  # committed tokens of every request while timing
 def measure_timings(frame: Frame, params, batch: int, *, context_tokens: int = CONTEXT_TOKENS,
                     num_slots: int | None = None, temperature: float = 0.0,
                     repeats: int = REPEATS) -> Timings:
-  """Times drafting, and every bucket of `frame.ladder`, for a batch size; compiles first.
+  """Times every bucket of `frame.ladder`, and drafting for its rows, for a batch size.
 
-  Buckets take turns, so that a machine that drifts favours none; each number is a median.
+  All take turns, so that a machine that drifts favours none; each number is a median. Compiles
+  first.
 
   Args:
     frame: with a drafter, a policy and a ladder.
@@ -50,10 +51,12 @@ def measure_timings(frame: Frame, params, batch: int, *, context_tokens: int = C
   state = _make_state(frame, params, batch, context_tokens, num_slots, temperature)
   draft, verify = _compile_parts(frame)
   fills = [_fill_bucket(batch, shape) for shape in frame.ladder]
-  draft_ms, verify_ms = [], [[] for _ in fills]
+  proposal = draft(params, state)
+  lens = pack.draft_lens(frame.ladder)
+  draft_ms, verify_ms = [[] for _ in lens], [[] for _ in fills]
   for repeat in range(repeats + 1):  # the first compiles and is dropped
-    seconds, proposal = _time(draft, params, state)
-    draft_ms.append(1e3 * seconds)
+    for ms, num_drafts in zip(draft_ms, lens):
+      ms.append(1e3 * _time(draft, params, state, num_drafts)[0])
     for n, (lens_B, is_live_B) in enumerate(fills):
       seconds, (state, bucket) = _time(verify, params, state, proposal, lens_B, is_live_B)
       if int(bucket) != n:
@@ -61,7 +64,7 @@ def measure_timings(frame: Frame, params, batch: int, *, context_tokens: int = C
                          f"{frame.ladder[int(bucket)]} comes first and holds as much")
       verify_ms[n].append(1e3 * seconds)
   median = lambda ms: round(statistics.median(ms[1:]), 4)
-  return Timings(frame.ladder, tuple(median(ms) for ms in verify_ms), median(draft_ms))
+  return Timings(frame.ladder, tuple(map(median, verify_ms)), tuple(map(median, draft_ms)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +154,8 @@ def prepare_batch(frame: Frame, params, batch: int, *, name: str,
 
 
 def _compile_parts(frame: Frame) -> tuple[Callable, Callable]:
-  """Returns jitted (draft, verify); `verify` leaves lengths as they were, and donates its state."""
+  """Returns jitted (draft, verify): `draft` of the whole block or of its first drafts; `verify`
+  leaves lengths as they were, and donates its state."""
   def verify(params, state, proposal, lens_B, is_live_B):
     live = state.replace(is_done_B=~is_live_B)
     verified, bucket = judge_lib.judge(frame, params, live, proposal, lens_B,
@@ -160,7 +164,8 @@ def _compile_parts(frame: Frame) -> tuple[Callable, Callable]:
     # Every run starts from the same lengths.
     return after.replace(lens_B=state.lens_B, is_done_B=state.is_done_B), bucket
 
-  draft = jax.jit(lambda params, state: step_lib.draft(frame, params, state))
+  draft = jax.jit(lambda params, state, num_drafts=None: step_lib.draft(
+      frame, params, state, num_drafts), static_argnums=2)
   return draft, jax.jit(verify, donate_argnums=1)
 
 

@@ -17,13 +17,15 @@ from dspark_jax.decode.record import Records
 from dspark_jax.scheduler import schedule
 from dspark_jax.scheduler.estimator import Outcome, Signals
 from dspark_jax.scheduler.policies import Policy
-from dspark_jax.scheduler.step_curve import Ladder, StepCurve
+from dspark_jax.scheduler.step_curve import StepCurve
 from dspark_jax.verification import pack
+from dspark_jax.verification.pack import Ladder
 
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
   """The estimator that knows what will be accepted; an upper bound, not to be used in decoding."""
+  does_learn = False
 
   def init(self, proposal_len: int):
     return None
@@ -83,16 +85,17 @@ def _scan(estimator, policy, ladder, state, signals_T, accepted_TxR):
 
   def run_round(state, inputs):
     signals, accepted_B = inputs
-    plan = schedule.plan_round(policy, state, is_live_B, room_B, ladder=ladder)
+    plan = schedule.plan_round(policy, estimator, state, is_live_B, room_B, ladder=ladder)
     lens_B, survival_BxG = schedule.choose_lens(
         policy, estimator, state, plan, signals, is_live_B=is_live_B, max_lens_B=room_B,
         ladder=ladder)
     bucket = pack.choose_bucket(ladder, lens_B, is_live_B)
     num_accepted_B = jnp.minimum(lens_B, accepted_B)
-    did_draft = jnp.bool_(True) if plan is None else plan.should_draft
-    ms = state.curve.verify_ms_N[bucket] + jnp.where(did_draft, state.curve.draft_ms, 0.0)
+    ms = state.curve.verify_ms_N[bucket] + state.curve.draft_ms_D[
+        -1 if plan is None else plan.draft_choice]
     state = schedule.learn(policy, estimator, state, plan, signals, survival_BxG,
-                           Outcome(lens_B, num_accepted_B, is_live_B), bucket=bucket)
+                           Outcome(lens_B, num_accepted_B, is_live_B), ladder=ladder,
+                           bucket=bucket)
     return state, (survival_BxG, lens_B, jnp.sum(num_accepted_B + 1), ms)
 
   return jax.lax.scan(run_round, state, (signals_T, accepted_TxR))[1]

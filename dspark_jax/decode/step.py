@@ -5,6 +5,8 @@ function of arrays; nothing leaves the device between the five calls, nor betwee
 Plain decoding is the same round with a proposal of length 0.
 """
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from dspark_jax.scheduler import schedule as schedule_lib
 from dspark_jax.scheduler.estimator import Outcome, Signals
 from dspark_jax.types import Proposal
 from dspark_jax.verification import commit as commit_lib
+from dspark_jax.verification import pack
 
 
 @flax.struct.dataclass
@@ -52,7 +55,7 @@ def run_round(frame: Frame, params, state: DecodeState) -> tuple[DecodeState, Ro
   if state.scheduler is not None:
     after = after.replace(scheduler=schedule_lib.learn(
         frame.policy, frame.estimator, state.scheduler, plan, signals, survival_BxG, outcome,
-        bucket=bucket))
+        ladder=frame.ladder, bucket=bucket))
   return after, Round(signals, outcome)
 
 
@@ -62,33 +65,42 @@ def count_room(state: DecodeState) -> jax.Array:
 
 
 def plan_round(frame: Frame, state: DecodeState) -> policies.Plan | None:
-  """What is decided before drafting: whether to draft at all, and a budget."""
+  """What is decided before drafting: how much to draft, if at all, and a budget."""
   if frame.proposal_len == 0 or state.scheduler is None:
     return None
-  return schedule_lib.plan_round(frame.policy, state.scheduler, ~state.is_done_B,
+  return schedule_lib.plan_round(frame.policy, frame.estimator, state.scheduler, ~state.is_done_B,
                                  count_room(state), ladder=frame.ladder)
 
 
 def propose(frame: Frame, params, state: DecodeState,
             plan: policies.Plan | None = None) -> Proposal:
-  """Drafts the full block of every request, unless the plan says that it does not pay."""
+  """Drafts the full block of every request, or as much of it as the plan says will pay."""
   if plan is None:
     return draft(frame, params, state)
   shapes = jax.eval_shape(lambda: draft(frame, params, state))
-  return jax.lax.cond(plan.should_draft, lambda: draft(frame, params, state),
-                      lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+  nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+  def draft_first(num_drafts):
+    found = draft(frame, params, state, num_drafts)
+    return jax.tree.map(lambda x, zeros: zeros.at[:, :num_drafts].set(x[:, :num_drafts]), found,
+                        nothing)
+
+  lens = pack.draft_lens(frame.ladder)
+  return jax.lax.switch(plan.draft_choice, [lambda: nothing] + [
+      functools.partial(draft_first, n) for n in lens])
 
 
-def draft(frame: Frame, params, state: DecodeState) -> Proposal:
-  """The drafter's full block; an empty proposal where there is no drafter."""
+def draft(frame: Frame, params, state: DecodeState, num_drafts: int | None = None) -> Proposal:
+  """The drafter's block, or its start; an empty proposal where there is no drafter."""
   anchor_B = find_anchors(state)
   if frame.drafter is None:
     batch = anchor_B.shape[0]
     empty = jnp.zeros((batch, 0), jnp.float32)
     return Proposal(jnp.zeros((batch, 0), jnp.int32),
                     jnp.zeros((batch, 0, frame.target.vocab_size), jnp.float32), empty, empty)
-  return frame.drafter.propose(params["drafter"], state.drafter, anchor_B, state.lens_B - 1,
-                               state.sampling, tokens_BxS=state.tokens_BxS, **params["borrowed"])
+  drafter = frame.drafter if num_drafts is None else frame.drafter.with_len(num_drafts)
+  return drafter.propose(params["drafter"], state.drafter, anchor_B, state.lens_B - 1,
+                         state.sampling, tokens_BxS=state.tokens_BxS, **params["borrowed"])
 
 
 def find_anchors(state: DecodeState) -> jax.Array:

@@ -49,12 +49,18 @@ class DraftAttention(nn.Module):
     q = self.q_proj(x_BxTxD).reshape(x_BxTxD.shape[:2] + (c.num_heads, c.head_dim))
     return layers.apply_rope(self.q_norm(q) if c.qk_norm else q, tables)
 
-  def serve(self, x_BxJxD, tables, cached, masks) -> jax.Array:
-    """One block a request; `cached` = this layer's (keys, values) of the context."""
+  def serve(self, x_BxJxD, tables, cached, num_out: int) -> jax.Array:
+    """One block a request, of which the first `num_out` slots ask.
+
+    Args:
+      cached: this layer's (keys, values, live rows [B, S]) of the context.
+    """
+    keys, values, live_BxS = cached
     k, v = self.rows(x_BxJxD, tables)
-    out = layers.attend(self.queries(x_BxJxD, tables), [cached[0], k], [cached[1], v], masks,
-                        scale=self.config.head_dim**-0.5)
-    return self.o_proj(out.reshape(x_BxJxD.shape[:2] + (-1,)))
+    q = self.queries(x_BxJxD[:, :num_out], jax.tree.map(lambda t: t[:, :num_out], tables))
+    masks = [live_BxS[:, None, :], jnp.ones((1, num_out, k.shape[2]), bool)]
+    out = layers.attend(q, [keys, k], [values, v], masks, scale=self.config.head_dim**-0.5)
+    return self.o_proj(out.reshape(out.shape[:2] + (-1,)))
 
   def train(self, x_BxAxJxD, tables, context_rows, visible_BxAxT) -> jax.Array:
     """All blocks of a sequence; `tables` for [B, A*J], `context_rows` = (keys, values)."""
@@ -113,8 +119,9 @@ class DraftBlock(nn.Module):
     self.post_attention_layernorm = layers.RMSNorm(c.rms_norm_eps)
     self.mlp = layers.MLP(c.intermediate_size, dtype=self.dtype)
 
-  def serve(self, x_BxJxD, tables, cached, masks):
-    x_BxJxD = x_BxJxD + self.self_attn.serve(self.input_layernorm(x_BxJxD), tables, cached, masks)
+  def serve(self, x_BxJxD, tables, cached, num_out: int):
+    attended = self.self_attn.serve(self.input_layernorm(x_BxJxD), tables, cached, num_out)
+    x_BxJxD = x_BxJxD[:, :num_out] + attended
     return x_BxJxD + self.mlp(self.post_attention_layernorm(x_BxJxD))
 
   def train(self, x_BxAxJxD, tables, context_BxTxD, context_tables, visible_BxAxT):
@@ -148,15 +155,19 @@ class Backbone(nn.Module):
     rows = [layer.self_attn.rows(context_BxTxD, tables) for layer in self.layers]
     return kv_cache.KVCache(keys=tuple(k for k, _ in rows), values=tuple(v for _, v in rows))
 
-  def draft_hidden(self, block_embeds_BxJxD, positions_BxJ, cache, cache_lens_B) -> jax.Array:
+  def draft_hidden(self, block_embeds_BxJxD, positions_BxJ, cache, cache_lens_B,
+                   num_drafts: int | None = None) -> jax.Array:
     self._check_slots(block_embeds_BxJxD)
     J = block_embeds_BxJxD.shape[1]
     live_BxS = jnp.arange(cache.num_slots)[None, :] < cache_lens_B[:, None]
-    masks = [live_BxS[:, None, :], jnp.ones((1, J, J), bool)]
     tables = self._tables(positions_BxJ)
     x_BxJxD = block_embeds_BxJxD.astype(self.dtype)
     for i, layer in enumerate(self.layers):
-      x_BxJxD = layer.serve(x_BxJxD, tables, (cache.keys[i], cache.values[i]), masks)
+      # Slots see each other, so only the last layer may leave some out.
+      is_last = num_drafts is not None and i == len(self.layers) - 1
+      num_out = self._first_slot + num_drafts if is_last else J
+      cached = cache.keys[i], cache.values[i], live_BxS
+      x_BxJxD = layer.serve(x_BxJxD, tables, cached, num_out)
     return self.norm(x_BxJxD[:, self._first_slot:])
 
   def train_hidden(self, features_BxTxMD, anchor_positions_BxA, block_embeds_BxAxJxD):

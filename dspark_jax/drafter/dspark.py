@@ -66,7 +66,8 @@ class DSparkDrafter(nn.Module):
     return self.backbone.context_rows(context_BxTxD, positions_BxT)
 
   def draft_hidden(self, block_embeds_BxJxD: jax.Array, positions_BxJ: jax.Array,
-                   cache: kv_cache.KVCache, cache_lens_B: jax.Array) -> jax.Array:
+                   cache: kv_cache.KVCache, cache_lens_B: jax.Array,
+                   num_drafts: int | None = None) -> jax.Array:
     """Serving form: one block a request over its context cache.
 
     Args:
@@ -74,10 +75,12 @@ class DSparkDrafter(nn.Module):
       positions_BxJ: anchor position + slot.
       cache: context rows; those at and beyond cache_lens_B are never seen.
       cache_lens_B: int32; equals the anchor's position.
+      num_drafts: only the first so many are wanted, the same as of all; None = all.
     Returns:
       Final-normed hidden states of the G drafts, [B, G, D].
     """
-    return self.backbone.draft_hidden(block_embeds_BxJxD, positions_BxJ, cache, cache_lens_B)
+    return self.backbone.draft_hidden(block_embeds_BxJxD, positions_BxJ, cache, cache_lens_B,
+                                      num_drafts)
 
   def train_hidden(self, features_BxTxMD: jax.Array, anchor_positions_BxA: jax.Array,
                    block_embeds_BxAxJxD: jax.Array) -> jax.Array:
@@ -178,15 +181,18 @@ class DSparkProposer:
   Attributes:
     vocab_limit: ids at and beyond it (padded rows of the LM head) are never drafted.
     implementation: of the sequential walk, see `pallas_kernels.dispatch`.
+    num_drafts: drafts of the block that are drawn, None = all. The block has all its slots in any
+      case, since they see each other; heads, walk and draws end with the last draft.
   """
   config: DrafterConfig
   dtype: Any = jnp.float32
   vocab_limit: int | None = None
   implementation: str = "auto"
+  num_drafts: int | None = None
 
   @property
   def proposal_len(self) -> int:
-    return self.config.proposal_len
+    return self.config.proposal_len if self.num_drafts is None else self.num_drafts
 
   @property
   def target_layer_ids(self) -> tuple[int, ...]:
@@ -203,7 +209,8 @@ class DSparkProposer:
     return self.config.enable_confidence_head
 
   def with_len(self, num_drafts: int) -> "DSparkProposer":
-    return self  # slots see each other: a shorter block is another block
+    is_short = num_drafts < self.config.proposal_len
+    return dataclasses.replace(self, num_drafts=num_drafts if is_short else None)
 
   def prefill(self, params, state: kv_cache.KVCache, features_BxTxMD: jax.Array,
               lens_B: jax.Array, **unused) -> kv_cache.KVCache:
@@ -244,7 +251,7 @@ class DSparkProposer:
               embed_VxD: jax.Array, lm_head_VdxD: jax.Array,
               draft_ids: jax.Array | None = None,
               tokens_BxS: jax.Array | None = None) -> Proposal:
-    """Drafts one full block a request.
+    """Drafts one block a request.
 
     Args:
       params: of DSparkDrafter; give them in `dtype`, or they are cast each round.
@@ -267,14 +274,14 @@ class DSparkProposer:
     block_BxJxD = embed_block(c, embed_VxD, anchor_B)
     positions_BxJ = anchor_positions_B[:, None] + jnp.arange(c.num_slots)[None, :]
     hidden_BxGxD = self._apply(params, "draft_hidden", block_BxJxD, positions_BxJ, state,
-                               anchor_positions_B)
+                               anchor_positions_B, self.num_drafts)
     # Position first, as the walk reads them.
     hidden_GxBxD = jnp.swapaxes(hidden_BxGxD, 0, 1)
     base_logits_GxBxV = layers.linear(hidden_GxBxD.astype(lm_head_VdxD.dtype),
                                       lm_head_VdxD).astype(jnp.float32)
     words_GxBx2 = counter_rng.noise_words(
         sampling_params.seed[None], counter_rng.DRAFT, anchor_positions_B[None],
-        jnp.arange(c.proposal_len)[:, None])
+        jnp.arange(self.proposal_len)[:, None])
     args = (params, hidden_GxBxD, base_logits_GxBxV, words_GxBx2, anchor_B, sampling_params,
             draft_ids)
     if c.copy_ngram or c.markov_candidates:

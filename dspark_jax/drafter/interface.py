@@ -28,8 +28,8 @@ class Drafter(Protocol):
   has_confidence: bool
 
   def with_len(self, num_drafts: int) -> "Drafter":
-    """Returns a drafter of that many drafts, or as near as this one can come: itself, where the
-    whole block is always drafted, whatever is verified of it."""
+    """Returns a drafter of the first `num_drafts` drafts (>= 1): the same ones, for less work, and
+    over the same state. One that has no more, or cannot stop early, is returned as it is."""
 
   def init_state(self, batch: int, num_slots: int) -> Any:
     """Returns the state before the prompt; sequences end before num_slots - G."""

@@ -45,6 +45,8 @@ class TrainedHead:
   """The drafter's confidence head, with STS temperatures where there are some."""
   temperatures: tuple[float, ...] | None = None
 
+  does_learn = False  # whether `observe` changes what is estimated
+
   def init(self, proposal_len: int) -> Any:
     if self.temperatures is not None:
       calibration.check_temperatures(self.temperatures, proposal_len)
@@ -71,6 +73,8 @@ class OnlineSts:
   temperatures: tuple[float, ...] | None = None
   half_life: float = 512.0
   prior: float = 8.0
+
+  does_learn = True  # whether `observe` changes what is estimated
 
   def __post_init__(self):
     _check_positive(half_life=self.half_life, prior=self.prior)
@@ -120,6 +124,8 @@ class OnlineLogistic:
   uses_head: bool = False
   half_life: float = 512.0
   prior: float = 16.0
+
+  does_learn = True  # whether `observe` changes what is estimated
 
   def __post_init__(self):
     _check_positive(half_life=self.half_life, prior=self.prior)

@@ -5,10 +5,11 @@ decision on draft k may use confidences up to k only, never the drafted token k 
 after it: that is what keeps the output law exact (paper section 3.2.2, appendix A).
 
 `EarlyStop` and `Lagged` maximise expected tokens per millisecond,
-(live requests + sum of admitted survivals) / (draft time + verify time of the bucket). The first
-decides by this round's survivals, in the paper's order and up to the first draft that does not
-pay, on the smoothed curve. The second takes a budget from survivals two rounds old, where a search
-over the true staircase is allowed, and fills it with this round's best.
+(live requests + sum of admitted survivals) / (draft time + verify time of the bucket). Before a
+round drafts, survivals two rounds old choose the best bucket of the true staircase, where a search
+is allowed; its rows say how many drafts of a request are drawn at all, down to none. Then
+`EarlyStop` decides by this round's survivals, in the paper's order and up to the first draft that
+does not pay, on the smoothed curve; `Lagged` fills that bucket with this round's best.
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.scheduler.step_curve import Ladder, StepCurve
+from dspark_jax.scheduler.step_curve import StepCurve
+from dspark_jax.verification.pack import Ladder, choose_bucket, draft_lens
 from pallas_kernels.length_selection import length_selection
 
 
@@ -55,13 +57,19 @@ class _Adaptive:
     min_draft: drafts of every live request that are verified whatever the curve says.
     max_draft: most drafts verified of a request, None = the whole proposal.
     may_skip_draft: where earlier rounds say that plain decoding is faster, nothing is drafted.
-    explore_every: every so many rounds a round drafts and verifies one request in full, the
-      requests in turn: without it survivals once estimated too low are never seen again. 0 = never.
+    explore_every: every so many rounds a round drafts in full, without which survivals once
+      estimated too low are never seen again; with an estimator that learns from outcomes it also
+      verifies one request in full, the requests in turn. 0 = never.
+    explore_share: most time that exploring may add to plain decoding; it waits longer for that.
+    memory: in [0, 1), weight of older rounds in the survivals that the bucket is chosen by, against
+      those of the round two rounds back; 0 = that round alone.
   """
   min_draft: int = 0
   max_draft: int | None = None
   may_skip_draft: bool = True
   explore_every: int = 32
+  explore_share: float = 0.01
+  memory: float = 0.9
 
   def __post_init__(self):
     _check_length(self.min_draft, "min_draft")
@@ -71,6 +79,10 @@ class _Adaptive:
       if self.max_draft < self.min_draft:
         raise ValueError(f"max_draft: found {self.max_draft}, expected at least min_draft = "
                          f"{self.min_draft}")
+    if not self.explore_share > 0:
+      raise ValueError(f"explore_share: found {self.explore_share}, expected a number > 0")
+    if not 0.0 <= self.memory < 1.0:
+      raise ValueError(f"memory: found {self.memory}, expected a number in [0, 1)")
 
   @property
   def length(self) -> int | None:
@@ -79,7 +91,7 @@ class _Adaptive:
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStop(_Adaptive):
-  """Algorithm 1 on the smoothed step curve.
+  """Algorithm 1 on the smoothed step curve, among the drafts that earlier rounds had drawn.
 
   With `fills_bucket` the order of admission then goes on to the end of the bucket that has to be
   paid anyway. That is still exact: a draft is admitted or not by what comes before it in the order.
@@ -89,16 +101,8 @@ class EarlyStop(_Adaptive):
 
 @dataclasses.dataclass(frozen=True)
 class Lagged(_Adaptive):
-  """Bucket by survivals two rounds old, filled by this round's survivals.
-
-  `memory` in [0, 1) averages over rounds before those: weight of what was remembered, 0 = none.
-  """
+  """Bucket by survivals two rounds old, filled by this round's survivals."""
   memory: float = 0.0
-
-  def __post_init__(self):
-    super().__post_init__()
-    if not 0.0 <= self.memory < 1.0:
-      raise ValueError(f"memory: found {self.memory}, expected a number in [0, 1)")
 
 
 Policy = FixedLength | ConfidenceThreshold | EarlyStop | Lagged
@@ -109,11 +113,11 @@ class Plan:
   """What is decided before a round drafts, from earlier rounds alone.
 
   Attributes:
-    should_draft: bool []; False = a round of plain decoding.
+    draft_choice: int32 [], drafts that are drawn of a request: an index into (0, *draft_lens).
     budget: int32 [], most drafts verified in all; used by `Lagged` alone.
     min_lens_B, max_lens_B: int32 bounds of each request's verify length.
   """
-  should_draft: jax.Array
+  draft_choice: jax.Array
   budget: jax.Array
   min_lens_B: jax.Array
   max_lens_B: jax.Array
@@ -147,72 +151,70 @@ def choose_verify_lens(policy: Policy | None, confidence_BxG: jax.Array) -> jax.
 
 
 def make_plan(policy: Policy, past_survival_BxG: jax.Array, is_live_B: jax.Array, *,
-              curve: StepCurve, ladder: Ladder, max_lens_B: jax.Array,
-              round_index: jax.Array) -> Plan:
-  """Decides from survivals of earlier rounds whether to draft, and `Lagged`'s budget.
+              curve: StepCurve, ladder: Ladder, max_lens_B: jax.Array, round_index: jax.Array,
+              does_learn: bool = True) -> Plan:
+  """Decides from survivals of earlier rounds how much to draft, and `Lagged`'s budget.
 
   Args:
     past_survival_BxG: float32, two rounds old.
     is_live_B: bool; requests that are done count nowhere.
     max_lens_B: int32, drafts that a request still has room for.
     round_index: int32 [], rounds run before this one.
+    does_learn: whether outcomes teach the estimator, so that exploring verifies too.
   """
   batch, proposal_len = past_survival_BxG.shape
   length = max_verify_len(policy, proposal_len)
   max_lens_B = jnp.where(is_live_B, jnp.minimum(max_lens_B, length), 0)
   min_lens_B = jnp.minimum(policy.min_draft, max_lens_B)
-  if policy.explore_every:
-    turn = round_index // policy.explore_every
-    is_exploring = round_index % policy.explore_every == policy.explore_every - 1
-    is_chosen_B = is_exploring & (jnp.arange(batch) == turn % batch)
-    min_lens_B = jnp.where(is_chosen_B, max_lens_B, min_lens_B)
-  bounds = dict(is_live_B=is_live_B, min_lens_B=min_lens_B, max_lens_B=max_lens_B)
+  is_exploring = jnp.bool_(False)
+  if policy.explore_every and draft_lens(ladder):
+    period = _explore_period(policy, curve, ladder, batch, does_learn)
+    is_exploring = round_index % period == period - 1
+    if does_learn:
+      is_chosen_B = is_exploring & (jnp.arange(batch) == (round_index // period) % batch)
+      min_lens_B = jnp.where(is_chosen_B, max_lens_B, min_lens_B)
 
-  if isinstance(policy, Lagged):
-    budget, row_limit, rate = search_buckets(
-        past_survival_BxG, curve=curve, ladder=ladder, **bounds)
-    max_lens_B = jnp.minimum(max_lens_B, row_limit)
-  else:
-    lens_B = length_selection(past_survival_BxG, step_curve_C=curve.steps_per_ms_C, **bounds)
-    budget = jnp.int32(batch * proposal_len)  # not used
-    rate = _tokens(past_survival_BxG, lens_B, is_live_B) * curve.steps_per_ms_C[
-        jnp.sum(is_live_B + lens_B)]
-  should_draft = jnp.bool_(True)
-  if policy.may_skip_draft:
-    num_live = jnp.sum(is_live_B, dtype=jnp.int32)
-    plain_ms = jnp.min(jnp.where(_tokens_of(ladder) >= num_live, curve.verify_ms_N, jnp.inf))
-    should_draft = jnp.any(min_lens_B > 0) | (rate > num_live / plain_ms)
-  return Plan(should_draft=should_draft, budget=budget, min_lens_B=min_lens_B,
-              max_lens_B=max_lens_B)
+  bucket, _ = search_buckets(
+      past_survival_BxG, curve=curve, ladder=ladder, is_live_B=is_live_B, min_lens_B=min_lens_B,
+      max_lens_B=max_lens_B, may_skip_draft=policy.may_skip_draft)
+  row_limit = _rows_of(ladder)[bucket] - 1
+  if isinstance(policy, EarlyStop):  # what was drawn to explore may be used
+    row_limit = jnp.where(is_exploring, length, row_limit)
+  num_live = jnp.sum(is_live_B, dtype=jnp.int32)
+  return Plan(
+      draft_choice=jnp.where(is_exploring, len(draft_lens(ladder)),
+                             _choices_of(ladder, policy.may_skip_draft)[bucket]),
+      budget=jnp.maximum(_tokens_of(ladder)[bucket] - num_live, 0),
+      min_lens_B=min_lens_B, max_lens_B=jnp.minimum(max_lens_B, row_limit))
 
 
 def choose_adaptive(policy: Policy, plan: Plan, survival_BxG: jax.Array, is_live_B: jax.Array, *,
                     curve: StepCurve, ladder: Ladder) -> jax.Array:
   """Returns int32 [B] verify lengths of an adaptive policy from this round's survivals."""
-  bounds = dict(is_live_B=is_live_B, min_lens_B=plan.min_lens_B, max_lens_B=plan.max_lens_B)
+  bounds = dict(is_live_B=is_live_B, min_lens_B=plan.min_lens_B)
   if isinstance(policy, Lagged):
-    lens_B = length_selection(survival_BxG, budget=plan.budget, **bounds)
-  else:
-    lens_B = length_selection(survival_BxG, step_curve_C=curve.steps_per_ms_C, **bounds)
-    if policy.fills_bucket:
-      num_live = jnp.sum(is_live_B, dtype=jnp.int32)
-      size_N = _tokens_of(ladder)
-      is_fit_N = size_N >= num_live + jnp.sum(lens_B)
-      paid = jnp.min(jnp.where(is_fit_N, size_N, jnp.max(size_N)))
-      lens_B = length_selection(survival_BxG, budget=paid - num_live, **bounds)
-  return jnp.where(plan.should_draft, lens_B, 0)
+    return length_selection(survival_BxG, budget=plan.budget, max_lens_B=plan.max_lens_B, **bounds)
+  lens_B = length_selection(survival_BxG, step_curve_C=curve.steps_per_ms_DxC[plan.draft_choice],
+                            max_lens_B=plan.max_lens_B, **bounds)
+  if policy.fills_bucket:
+    paid = choose_bucket(ladder, lens_B, is_live_B)
+    budget = _tokens_of(ladder)[paid] - jnp.sum(is_live_B, dtype=jnp.int32)
+    max_lens_B = jnp.minimum(plan.max_lens_B, _rows_of(ladder)[paid] - 1)
+    lens_B = length_selection(survival_BxG, budget=budget, max_lens_B=max_lens_B, **bounds)
+  return lens_B
 
 
 def search_buckets(survival_BxG: jax.Array, *, curve: StepCurve, ladder: Ladder,
-                   is_live_B: jax.Array, min_lens_B: jax.Array, max_lens_B: jax.Array):
+                   is_live_B: jax.Array, min_lens_B: jax.Array, max_lens_B: jax.Array,
+                   may_skip_draft: bool = True) -> tuple[jax.Array, jax.Array]:
   """Searches all buckets for the most expected tokens per millisecond; ties go to the smaller.
 
   A bucket holds the requests' anchors, their `min_lens`, and the best further survivals that fit
-  into its tokens and rows. Buckets too small for the first two are out.
+  into its tokens and rows. Buckets too small for the first two are out. Each costs the drafting
+  that its rows need; without `may_skip_draft` that is never nothing.
 
   Returns:
-    (int32 [] drafts that fit the best bucket, int32 [] drafts of a request that fit its rows,
-    float32 [] expected tokens per millisecond).
+    (int32 [] index of the best, float32 [] its expected tokens per millisecond).
   """
   num_live = jnp.sum(is_live_B, dtype=jnp.int32)
   slot_1xG = jnp.arange(survival_BxG.shape[1])[None]
@@ -224,25 +226,46 @@ def search_buckets(survival_BxG: jax.Array, *, curve: StepCurve, ladder: Ladder,
     is_candidate_BxG = ~is_forced_BxG & (slot_1xG < jnp.minimum(max_lens_B, rows - 1)[:, None])
     sorted_N = -jnp.sort(-jnp.where(is_candidate_BxG, survival_BxG, 0.0).reshape(-1))
     best_sums[rows] = jnp.concatenate([jnp.zeros(1), jnp.cumsum(sorted_N)])
+  total_ms_N = curve.verify_ms_N + curve.draft_ms_D[_choices_of(ladder, may_skip_draft)]
   rates = []
   for n, (tokens, rows) in enumerate(ladder):
     num_more = jnp.clip(tokens - num_forced, 0, survival_BxG.size)
-    rate = (forced + best_sums[rows][num_more]) / (curve.draft_ms + curve.verify_ms_N[n])
+    rate = (forced + best_sums[rows][num_more]) / total_ms_N[n]
     is_possible = (tokens >= num_forced) & (rows > jnp.max(min_lens_B))
     rates.append(jnp.where(is_possible, rate, -1.0))
-  best = jnp.argmax(jnp.stack(rates))
-  row_limit = jnp.asarray([rows - 1 for _, rows in ladder], jnp.int32)[best]
-  return jnp.maximum(_tokens_of(ladder)[best] - num_live, 0), row_limit, jnp.max(jnp.stack(rates))
+  rates_N = jnp.stack(rates)
+  return jnp.argmax(rates_N).astype(jnp.int32), jnp.max(rates_N)
 
 
-def _tokens(survival_BxG, lens_B, is_live_B):
-  is_admitted_BxG = jnp.arange(survival_BxG.shape[1])[None] < lens_B[:, None]
-  return jnp.sum(is_live_B, dtype=jnp.int32) + jnp.sum(
-      jnp.where(is_admitted_BxG, survival_BxG, 0.0))
+def _explore_period(policy, curve: StepCurve, ladder: Ladder, batch: int, does_learn: bool):
+  """Rounds from one that explores to the next, so that all of them cost no more than their share.
+
+  A round costs the drafting of the full block and, to learn, the smallest bucket that holds it.
+  """
+  first = lambda found: next(n for n, shape in enumerate(ladder) if found(*shape))
+  plain_ms = curve.verify_ms_N[first(lambda tokens, rows: tokens >= batch)]
+  more_ms = curve.draft_ms_D[-1]
+  if does_learn:
+    most = ladder[-1][1]
+    more_ms += curve.verify_ms_N[
+        first(lambda tokens, rows: rows == most and tokens >= batch + most - 1)] - plain_ms
+  rounds = jnp.ceil(jnp.clip(more_ms / (policy.explore_share * plain_ms), 1.0, 1e6))
+  return jnp.maximum(policy.explore_every, rounds.astype(jnp.int32))
 
 
 def _tokens_of(ladder: Ladder) -> jax.Array:
   return jnp.asarray([tokens for tokens, _ in ladder], jnp.int32)
+
+
+def _rows_of(ladder: Ladder) -> jax.Array:
+  return jnp.asarray([rows for _, rows in ladder], jnp.int32)
+
+
+def _choices_of(ladder: Ladder, may_skip_draft: bool) -> jax.Array:
+  """int32 [N]: what to draft for each shape, as `Plan.draft_choice`."""
+  lens = (0, *draft_lens(ladder))
+  least = 0 if may_skip_draft else min(1, len(lens) - 1)
+  return jnp.asarray([max(lens.index(rows - 1), least) for _, rows in ladder], jnp.int32)
 
 
 def _check_length(length, name: str = "length") -> None:

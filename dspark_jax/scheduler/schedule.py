@@ -4,6 +4,7 @@
 the outcome is known. Without a step curve an adaptive policy verifies the full block.
 """
 
+import functools
 import warnings
 from typing import Any
 
@@ -14,8 +15,12 @@ import jax.numpy as jnp
 from dspark_jax.scheduler import policies
 from dspark_jax.scheduler.estimator import Estimator, Outcome, Signals, TrainedHead
 from dspark_jax.scheduler.policies import Plan, Policy
-from dspark_jax.scheduler.step_curve import Ladder, StepCurve
-from dspark_jax.scheduler.survival import compute_survival, fill_unknown
+from dspark_jax.scheduler.step_curve import StepCurve
+from dspark_jax.scheduler.survival import average_survival, compute_survival
+from dspark_jax.verification.pack import Ladder, draft_lens
+
+USUAL_CONFIDENCE = 0.7  # a usual accept rate, where nothing was drafted yet
+USUAL_MEMORY = 0.95  # of what is usual, by rounds that drafted
 
 
 @flax.struct.dataclass
@@ -24,8 +29,10 @@ class SchedulerState:
 
   Attributes:
     num_rounds: int32 [].
-    past_survival_2xBxG: survivals one and two drafted rounds old.
-    num_seen_B: int32, drafted rounds of the request in a slot; `forget_requests` sets it to 0.
+    past_survival_BxG: survivals at least two rounds old, averaged by the policy's `memory`.
+    last_survival_BxG: survivals of the last round.
+    num_drawn_B: int32, drafts of each request that the last round drew; 0 where it took no part.
+    usual_survival_G: mean over requests and rounds; what a new request starts with.
     curve: StepCurve, or None.
     estimator: the estimator's state.
     num_drafted: int32 [], rounds that drafted.
@@ -33,8 +40,10 @@ class SchedulerState:
     bucket_counts_N: int32, rounds run in each bucket of the ladder.
   """
   num_rounds: jax.Array
-  past_survival_2xBxG: jax.Array
-  num_seen_B: jax.Array
+  past_survival_BxG: jax.Array
+  last_survival_BxG: jax.Array
+  num_drawn_B: jax.Array
+  usual_survival_G: jax.Array
   curve: StepCurve | None
   estimator: Any
   num_drafted: jax.Array
@@ -59,26 +68,33 @@ def init_scheduler(batch: int, proposal_len: int, *, policy: Policy | None = Non
   if curve is not None and curve.verify_ms_N.shape != (num_buckets,):
     raise ValueError(f"step curve: found {curve.verify_ms_N.shape[0]} buckets, expected the "
                      f"ladder's {num_buckets}")
+  usual_G = USUAL_CONFIDENCE ** (1.0 + jnp.arange(proposal_len, dtype=jnp.float32))
   return SchedulerState(
-      num_rounds=jnp.int32(0), past_survival_2xBxG=jnp.ones((2, batch, proposal_len), jnp.float32),
-      num_seen_B=jnp.zeros(batch, jnp.int32), curve=curve,
+      num_rounds=jnp.int32(0), past_survival_BxG=jnp.tile(usual_G, (batch, 1)),
+      last_survival_BxG=jnp.zeros((batch, proposal_len), jnp.float32),
+      num_drawn_B=jnp.zeros(batch, jnp.int32), usual_survival_G=usual_G, curve=curve,
       estimator=(estimator or TrainedHead()).init(proposal_len), num_drafted=jnp.int32(0),
       num_tokens=jnp.float32(0), bucket_counts_N=jnp.zeros(num_buckets, jnp.int32))
 
 
 def forget_requests(state: SchedulerState, is_new_B: jax.Array) -> SchedulerState:
   """For slots that got a new request: what the last one left does not count."""
-  return state.replace(num_seen_B=jnp.where(is_new_B, 0, state.num_seen_B))
+  return state.replace(
+      num_drawn_B=jnp.where(is_new_B, 0, state.num_drawn_B),
+      past_survival_BxG=jnp.where(is_new_B[:, None], state.usual_survival_G[None],
+                                  state.past_survival_BxG))
 
 
-def plan_round(policy: Policy, state: SchedulerState, is_live_B: jax.Array,
-               max_lens_B: jax.Array, *, ladder: Ladder | None) -> Plan | None:
+def plan_round(policy: Policy, estimator: Estimator | None, state: SchedulerState,
+               is_live_B: jax.Array, max_lens_B: jax.Array, *,
+               ladder: Ladder | None) -> Plan | None:
   """Returns what earlier rounds decide, or None where nothing needs them (see `make_plan`)."""
   if not policies.is_adaptive(policy) or state.curve is None:
     return None
-  past_BxG = fill_unknown(state.past_survival_2xBxG[1], is_live_B & (state.num_seen_B >= 2))
-  return policies.make_plan(policy, past_BxG, is_live_B, curve=state.curve, ladder=ladder,
-                            max_lens_B=max_lens_B, round_index=state.num_rounds)
+  return policies.make_plan(
+      policy, state.past_survival_BxG, is_live_B, curve=state.curve, ladder=ladder,
+      max_lens_B=max_lens_B, round_index=state.num_rounds,
+      does_learn=(estimator or TrainedHead()).does_learn)
 
 
 def choose_lens(policy: Policy | None, estimator: Estimator | None, state: SchedulerState | None,
@@ -98,26 +114,31 @@ def choose_lens(policy: Policy | None, estimator: Estimator | None, state: Sched
 
 def learn(policy: Policy | None, estimator: Estimator | None, state: SchedulerState,
           plan: Plan | None, signals: Signals, survival_BxG: jax.Array, outcome: Outcome, *,
-          bucket: jax.Array | None) -> SchedulerState:
+          ladder: Ladder | None, bucket: jax.Array | None) -> SchedulerState:
   """Returns the state after a round; `bucket` is the index of the shape it ran in."""
-  did_draft = jnp.bool_(True) if plan is None else plan.should_draft
-  is_seen_B = outcome.is_live_B & did_draft
-  memory = policy.memory if isinstance(policy, policies.Lagged) else 0.0
-  newest_BxG, oldest_BxG = state.past_survival_2xBxG
-  kept_BxG = jnp.where((state.num_seen_B >= 2)[:, None],
-                       memory * oldest_BxG + (1 - memory) * newest_BxG, newest_BxG)
-  past_2xBxG = jnp.where(is_seen_B[None, :, None], jnp.stack([survival_BxG, kept_BxG]),
-                         state.past_survival_2xBxG)
+  num_drawn = jnp.int32(survival_BxG.shape[1])
+  if plan is not None:
+    num_drawn = jnp.asarray((0, *draft_lens(ladder)), jnp.int32)[plan.draft_choice]
+  memory = policy.memory if policies.is_adaptive(policy) else 0.0
+  average = jax.vmap(functools.partial(average_survival, memory=memory))
+  past_BxG = average(state.past_survival_BxG, state.last_survival_BxG, state.num_drawn_B)
+  # Drafts that only some slots drew (a request came or went) are not worth a case of their own.
+  num_took_part = jnp.sum(state.num_drawn_B > 0, dtype=jnp.float32)
+  mean_G = jnp.sum(jnp.where((state.num_drawn_B > 0)[:, None], state.last_survival_BxG, 0.0),
+                   axis=0) / jnp.maximum(num_took_part, 1.0)
+  usual_G = average_survival(state.usual_survival_G, mean_G, jnp.max(state.num_drawn_B),
+                             memory=USUAL_MEMORY)
   bucket_counts_N = state.bucket_counts_N
   if bucket is not None:
     is_bucket_N = jnp.arange(bucket_counts_N.shape[0]) == bucket
     bucket_counts_N = bucket_counts_N + is_bucket_N.astype(jnp.int32)
   return state.replace(
-      num_rounds=state.num_rounds + 1, past_survival_2xBxG=past_2xBxG,
-      num_seen_B=jnp.minimum(state.num_seen_B + is_seen_B, 2),
+      num_rounds=state.num_rounds + 1, past_survival_BxG=past_BxG, usual_survival_G=usual_G,
+      last_survival_BxG=survival_BxG,
+      num_drawn_B=jnp.where(outcome.is_live_B, num_drawn, 0).astype(jnp.int32),
       # A round without drafts verified none, so it teaches nothing.
       estimator=(estimator or TrainedHead()).observe(state.estimator, signals, outcome),
-      num_drafted=state.num_drafted + did_draft, bucket_counts_N=bucket_counts_N,
+      num_drafted=state.num_drafted + (num_drawn > 0), bucket_counts_N=bucket_counts_N,
       num_tokens=state.num_tokens + jnp.sum(
           jnp.where(outcome.is_live_B, 1 + outcome.verify_lens_B, 0)).astype(jnp.float32))
 

@@ -9,6 +9,9 @@ touches the staircase at the full end of buckets, and charges each token its sha
 (As tokens over time that is the least concave curve above the measured one. The concave envelope of
 steps per second itself would not do: where time grows linearly, 1 / time is convex, and its chord
 makes long rounds look cheap.)
+
+Drafting costs by the drafts that are drawn, and a shape has room for `rows - 1` of a request: each
+shape comes with the draft time of that many, and each draft length with its own smoothed curve.
 """
 
 import dataclasses
@@ -19,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Ladder = tuple[tuple[int, int], ...]  # shapes (tokens of the packed row, rows a request may have)
+from dspark_jax.verification.pack import Ladder, draft_lens
+
 FLAT = 1.02  # largest over smallest time, up to which a curve says nothing
 
 
@@ -29,21 +33,25 @@ class StepCurve:
 
   Attributes:
     verify_ms_N: float32, milliseconds of a verify pass in each shape of the ladder.
-    draft_ms: float32 [], milliseconds of drafting the full block for the whole batch.
-    steps_per_ms_C: float32, rounds per smoothed millisecond, drafting included, by the number of
-      verified tokens (0..largest bucket; entry 0 is not used).
+    draft_ms_D: float32, milliseconds of drafting nothing (0), and each of `pack.draft_lens`, for
+      the whole batch.
+    steps_per_ms_DxC: float32, rounds per smoothed millisecond, drafting included, by draft length
+      and number of verified tokens (0..largest bucket; column 0 is not used).
   """
   verify_ms_N: jax.Array
-  draft_ms: jax.Array
-  steps_per_ms_C: jax.Array
+  draft_ms_D: jax.Array
+  steps_per_ms_DxC: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Timings:
-  """Measured milliseconds for one batch size; `verify_ms` has one number a shape of `ladder`."""
+  """Measured milliseconds for one batch size.
+
+  `verify_ms` has one number a shape of `ladder`, `draft_ms` one a length of `pack.draft_lens`.
+  """
   ladder: Ladder
   verify_ms: tuple[float, ...]
-  draft_ms: float
+  draft_ms: tuple[float, ...]
 
   def __post_init__(self):
     if len(self.verify_ms) != len(self.ladder):
@@ -52,8 +60,13 @@ class Timings:
     for tokens_rows, ms in zip(self.ladder, self.verify_ms):
       if not (np.isfinite(ms) and ms > 0):
         raise ValueError(f"verify_ms of bucket {tokens_rows}: found {ms}, expected a number > 0")
-    if not (np.isfinite(self.draft_ms) and self.draft_ms >= 0):
-      raise ValueError(f"draft_ms: found {self.draft_ms}, expected a number >= 0")
+    lens = draft_lens(self.ladder)
+    if len(self.draft_ms) != len(lens):
+      raise ValueError(f"draft_ms: found {len(self.draft_ms)} numbers, expected one for each of "
+                       f"{lens} drafts")
+    for num_drafts, ms in zip(lens, self.draft_ms):
+      if not (np.isfinite(ms) and ms >= 0):
+        raise ValueError(f"draft_ms of {num_drafts} drafts: found {ms}, expected a number >= 0")
 
 
 def make_step_curve(timings: Timings) -> StepCurve:
@@ -61,25 +74,24 @@ def make_step_curve(timings: Timings) -> StepCurve:
   if len(timings.verify_ms) > 1 and max(timings.verify_ms) <= FLAT * min(timings.verify_ms):
     warnings.warn("step curve: the time of a verify pass does not grow with its tokens "
                   f"(all within {FLAT:g}x), so the scheduler will verify all it may", stacklevel=2)
-  steps_C = 1.0 / (timings.draft_ms + smooth(spread_stairs(timings)))
+  draft_ms = (0.0, *timings.draft_ms)
+  steps_DxC = [1.0 / (ms + smooth(spread_stairs(timings, num_drafts=num_drafts)))
+               for ms, num_drafts in zip(draft_ms, (0, *draft_lens(timings.ladder)))]
   return StepCurve(verify_ms_N=jnp.asarray(timings.verify_ms, jnp.float32),
-                   draft_ms=jnp.float32(timings.draft_ms),
-                   steps_per_ms_C=jnp.asarray(steps_C, jnp.float32))
+                   draft_ms_D=jnp.asarray(draft_ms, jnp.float32),
+                   steps_per_ms_DxC=jnp.asarray(steps_DxC, jnp.float32))
 
 
-def spread_stairs(timings: Timings) -> np.ndarray:
-  """Returns float64 [C] milliseconds for 0..largest bucket tokens: each total's own bucket's.
+def spread_stairs(timings: Timings, *, num_drafts: int) -> np.ndarray:
+  """Returns float64 [C] milliseconds for 0..largest bucket tokens, at most `num_drafts` a request.
 
-  Where buckets differ in rows alone, the widest counts, which holds any split of the tokens.
+  Each total counts the first shape that holds it however it is split, or without any drafts.
   """
-  widest = {}
-  for (tokens, rows), ms in zip(timings.ladder, timings.verify_ms):
-    if tokens not in widest or rows >= widest[tokens][0]:
-      widest[tokens] = rows, ms
-  ms_C = np.empty(max(widest) + 1)
-  for tokens in sorted(widest, reverse=True):
-    ms_C[:tokens + 1] = widest[tokens][1]
-  return ms_C
+  def find_ms(total):
+    widest = min(num_drafts + 1, total)
+    return next(ms for (tokens, rows), ms in zip(timings.ladder, timings.verify_ms)
+                if tokens >= total and (rows >= widest or rows == 1))
+  return np.array([find_ms(n) for n in range(timings.ladder[-1][0] + 1)], np.float64)
 
 
 def smooth(ms_C: np.ndarray) -> np.ndarray:

@@ -1,24 +1,25 @@
 """The step curve as a text file: written by the profiler, read and edited by people.
 
-  # dspark_jax step curve 1
+  # dspark_jax step curve 2
   # device: cpu (2 cores)
   # model: smollm2-135m-instruct 1f0c9a..
   ..
   batch  step    tokens  rows  ms
-  4      draft   -       -     11.2
+  4      draft   -       4     11.2
   4      verify  4       1     55.0
 
-One `draft` line and one `verify` line a bucket for each batch size; anything after a # inside the
-table is a remark.
+For each batch size one `verify` line a bucket, and one `draft` line for each number of rows above 1
+that the buckets have: the time to draft one less. Anything after a # inside the table is a remark.
 """
 
 import dataclasses
 import pathlib
 from typing import Mapping
 
-from dspark_jax.scheduler.step_curve import Ladder, Timings
+from dspark_jax.scheduler.step_curve import Timings
+from dspark_jax.verification.pack import Ladder, draft_lens
 
-TITLE = "dspark_jax step curve 1"
+TITLE = "dspark_jax step curve 2"
 IDENTITY = ("device", "model", "dtype", "versions")  # what a curve is a property of
 COLUMNS = ("batch", "step", "tokens", "rows", "ms")
 
@@ -40,7 +41,8 @@ def write_table(path: str | pathlib.Path, table: StepTable) -> pathlib.Path:
   lines = [f"# {TITLE}"] + [f"# {name}: {value}" for name, value in table.about.items()]
   lines.append(_format(COLUMNS))
   for batch, timings in sorted(table.timings.items()):
-    lines.append(_format((batch, "draft", "-", "-", f"{timings.draft_ms:.4f}")))
+    lines += [_format((batch, "draft", "-", num_drafts + 1, f"{ms:.4f}"))
+              for num_drafts, ms in zip(draft_lens(timings.ladder), timings.draft_ms)]
     lines += [_format((batch, "verify", tokens, rows, f"{ms:.4f}"))
               for (tokens, rows), ms in zip(timings.ladder, timings.verify_ms)]
   path = pathlib.Path(path)
@@ -69,22 +71,25 @@ def read_table(path: str | pathlib.Path) -> StepTable:
       continue
     try:
       batch, step, tokens, rows, ms = cells
-      if step == "draft" and int(batch) not in draft_ms:
-        draft_ms[int(batch)] = float(ms)
+      if step == "draft" and int(rows) - 1 not in draft_ms.get(int(batch), {}):
+        draft_ms.setdefault(int(batch), {})[int(rows) - 1] = float(ms)
       elif step == "verify":
         buckets.setdefault(int(batch), []).append(((int(tokens), int(rows)), float(ms)))
       else:
         raise ValueError
     except ValueError:
       raise ValueError(f"{path}: line {number}: found {line.strip()!r}, expected "
-                       f"{' '.join(COLUMNS)}, one draft line a batch size") from None
+                       f"{' '.join(COLUMNS)}, one draft line for each number of rows") from None
   timings = {}
   for batch, found in buckets.items():
-    if batch not in draft_ms:
-      raise ValueError(f"{path}: batch {batch}: found no draft line, expected one")
     ladder, verify_ms = zip(*found)
+    lens, drafting = draft_lens(ladder), draft_ms.get(batch, {})
+    if set(drafting) != set(lens):
+      raise ValueError(f"{path}: batch {batch}: found draft lines of "
+                       f"{[n + 1 for n in sorted(drafting)]} rows, expected of "
+                       f"{[n + 1 for n in lens]}")
     try:
-      timings[batch] = Timings(ladder, verify_ms, draft_ms[batch])
+      timings[batch] = Timings(ladder, verify_ms, tuple(drafting[n] for n in lens))
     except ValueError as e:
       raise ValueError(f"{path}: batch {batch}: {e}") from None
   return StepTable(about, timings)

@@ -11,13 +11,16 @@ def compute_survival(confidence_BxG: jax.Array) -> jax.Array:
   return jnp.cumprod(clean_BxG.astype(jnp.float32), axis=1)
 
 
-UNKNOWN_CONFIDENCE = 0.7  # a usual accept rate; holds until the first rounds are two rounds old
+def average_survival(past_G: jax.Array, fresh_G: jax.Array, num_drawn: jax.Array, *,
+                     memory: float) -> jax.Array:
+  """Returns memory * past + (1 - memory) * fresh for the first `num_drawn` drafts.
 
-
-def fill_unknown(survival_BxG: jax.Array, is_known_B: jax.Array) -> jax.Array:
-  """Gives rows without a value the mean of those that have one, a usual one where none has."""
-  num_known = jnp.sum(is_known_B, dtype=jnp.float32)
-  known_BxG = jnp.where(is_known_B[:, None], survival_BxG, 0.0)
-  usual_G = UNKNOWN_CONFIDENCE ** (1.0 + jnp.arange(survival_BxG.shape[1], dtype=jnp.float32))
-  mean_G = jnp.where(num_known > 0, known_BxG.sum(axis=0) / jnp.maximum(num_known, 1.0), usual_G)
-  return jnp.where(is_known_B[:, None], survival_BxG, mean_G[None, :])
+  Later drafts, which were not drawn, keep what the past says of them given the last one that was:
+  they rise and fall with it.
+  """
+  last = jnp.maximum(num_drawn - 1, 0)
+  mixed_G = memory * past_G + (1.0 - memory) * fresh_G
+  ratio = jnp.where(past_G[last] > 0, mixed_G[last] / past_G[last], 0.0)
+  later_G = jnp.minimum(past_G * ratio, mixed_G[last])
+  averaged_G = jnp.where(jnp.arange(past_G.shape[0]) < num_drawn, mixed_G, later_G)
+  return jnp.where(num_drawn > 0, averaged_G, past_G)

@@ -16,19 +16,29 @@ Ladder = tuple[tuple[int, int], ...]
 def make_ladder(batch: int, max_draft: int) -> Ladder:
   """Returns shapes for up to `batch` requests of up to `max_draft` drafts each.
 
-  Sizes grow by a third to a half, are 1, 2, 4 or multiples of 8 (what matmuls run anyway, see
-  `layers.linear`), and end with every draft of every request. One of them is plain decoding of the
-  full batch, with one row a request.
+  Rows of a request double from 1, plain decoding of the full batch, to every draft: attention pays
+  for them, asked for or not, and drafting too (`draft_lens`). Under each number of rows, tokens go
+  from half full to full; they are 1, 2, 4 or multiples of 8 (what matmuls run anyway, see
+  `layers.linear`). Smaller buckets serve a batch of which few requests are live.
   """
   check_batch(batch, max_draft)
-  most = batch * (max_draft + 1)
-  sizes, step = {batch, most}, 1
-  while step < most:
-    sizes |= {_round(step, most), _round(step * 3 // 2, most)}
-    step *= 2
-  smallest = min(batch, 8)
-  return tuple((n, 1 if n == batch else min(n, max_draft + 1))
-               for n in sorted(sizes) if n >= smallest)
+  full = max_draft + 1
+  shapes, rows, small = {(batch, 1)}, 1, 8
+  while rows < full:
+    rows = min(2 * rows, full)
+    for tokens in (batch * rows // 2, batch * rows * 3 // 4, batch * rows):
+      tokens = _round(tokens, batch * rows)
+      if tokens > batch or tokens == batch * rows:
+        shapes.add((tokens, min(tokens, rows)))
+  while small < batch and full > 1:
+    shapes.add((small, min(small, full)))
+    small *= 2
+  return tuple(sorted(shapes))
+
+
+def draft_lens(ladder: Ladder) -> tuple[int, ...]:
+  """Returns the numbers of drafts a request that its shapes have rows for, growing, without 0."""
+  return tuple(sorted({rows - 1 for _, rows in ladder} - {0}))
 
 
 def check_ladder(ladder: Ladder, batch: int, max_draft: int) -> None:

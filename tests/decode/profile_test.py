@@ -24,7 +24,8 @@ def test_every_bucket_is_measured():
   frame, params = make_frame()
   timings = profile.measure_timings(frame, params, 2, context_tokens=8, repeats=2)
   assert timings.ladder == LADDER and len(timings.verify_ms) == 3
-  assert all(0 < ms < 1000 for ms in (*timings.verify_ms, timings.draft_ms))
+  assert all(0 < ms < 1000 for ms in (*timings.verify_ms, *timings.draft_ms))
+  assert len(timings.draft_ms) == 2  # of 1 and of 3 drafts
 
 
 def test_rounds_of_several_drafters_take_turns(monkeypatch):
@@ -67,11 +68,11 @@ def test_measured_once_and_refused_when_it_was_moved(tmp_path):
 
   def measure(frame, params, batch):
     calls.append(batch)
-    return Timings(frame.ladder, (1.0, 2.0, 3.0), .5)
+    return Timings(frame.ladder, (1.0, 2.0, 3.0), (.5, .6))
 
   load = lambda frame, **kw: profile.load_or_measure(
       frame, params, 2, **(dict(name="tiny", directory=tmp_path, measure=measure) | kw))
-  assert load(frame) == load(frame) == Timings(LADDER, (1.0, 2.0, 3.0), .5)
+  assert load(frame) == load(frame) == Timings(LADDER, (1.0, 2.0, 3.0), (.5, .6))
   assert calls == [2]
   load(dataclasses.replace(frame, ladder=((2, 1), (4, 3), (8, 4))))  # another file
   assert calls == [2, 2] and len(list(tmp_path.iterdir())) == 2

@@ -14,6 +14,7 @@ from dspark_jax.scheduler import schedule
 from dspark_jax.scheduler.estimator import OnlineLogistic, OnlineSts
 from dspark_jax.scheduler.policies import ConfidenceThreshold, EarlyStop, FixedLength, Lagged
 from dspark_jax.scheduler.step_curve import Timings, make_step_curve
+from dspark_jax.verification.pack import draft_lens
 from tests.decode import cases
 from tests.decode.cases import BATCH, PROMPTS
 from tests.tiny import fast_compile  # noqa: F401
@@ -26,7 +27,9 @@ TOL = 5e-5
 
 
 def make_curve(ladder=LADDER):
-  return make_step_curve(Timings(ladder, tuple(3.0 + tokens / 4 for tokens, _ in ladder), .5))
+  draft_ms = tuple(.1 + n / 8 for n in draft_lens(ladder))
+  return make_step_curve(
+      Timings(ladder, tuple(3.0 + tokens / 4 for tokens, _ in ladder), draft_ms))
 
 
 def decode(frame, params, *, curve=None, temperature=0.0, max_new_tokens=20):
@@ -35,7 +38,8 @@ def decode(frame, params, *, curve=None, temperature=0.0, max_new_tokens=20):
       sampling=make_sampling_params(BATCH, temperature=temperature, seed=np.arange(BATCH)))
 
 
-POLICIES = [EarlyStop(explore_every=4), Lagged(explore_every=5)]
+POLICIES = [EarlyStop(explore_every=4, explore_share=1e9),
+            Lagged(explore_every=5, explore_share=1e9)]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)

@@ -14,7 +14,7 @@ POLICY = EarlyStop(may_skip_draft=False, explore_every=0)
 
 
 def make_curve():
-  return make_step_curve(Timings(LADDER, (4.0, 5.0, 6.0, 9.0), 1.0))
+  return make_step_curve(Timings(LADDER, (4.0, 5.0, 6.0, 9.0), (1.0, 1.0)))
 
 
 def make_records(logits, accepted):

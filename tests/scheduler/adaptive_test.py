@@ -15,14 +15,24 @@ import pytest
 from dspark_jax.scheduler import policies
 from dspark_jax.scheduler.policies import EarlyStop, Lagged, Plan
 from dspark_jax.scheduler.step_curve import StepCurve, Timings, make_step_curve
+from dspark_jax.verification.pack import draft_lens
 from tests.scheduler import oracle
 
 RTOL = 3e-6  # float32 sums of up to 16 survivals and one division: 18 roundings of 6e-8, doubled
 
 
 def make_curve(ladder, verify_ms, draft_ms=0.0, *, steps=None) -> StepCurve:
-  curve = make_step_curve(Timings(ladder, tuple(map(float, verify_ms)), float(draft_ms)))
-  return curve if steps is None else curve.replace(steps_per_ms_C=jnp.asarray(steps, jnp.float32))
+  """`draft_ms` is one number for all draft lengths, or one each; `steps` replaces the smoothing."""
+  draft_ms = np.broadcast_to(np.float64(draft_ms), len(draft_lens(ladder))).tolist()
+  curve = make_step_curve(Timings(ladder, tuple(map(float, verify_ms)), tuple(draft_ms)))
+  return curve if steps is None else with_steps(curve, steps)
+
+
+def with_steps(curve: StepCurve, steps) -> StepCurve:
+  """The curve with these rounds per millisecond, whatever is drafted."""
+  steps = jnp.asarray(steps, jnp.float32)
+  return curve.replace(steps_per_ms_DxC=jnp.broadcast_to(
+      steps, (curve.draft_ms_D.shape[0], *steps.shape)))
 
 
 def one_by_one(most):
@@ -54,7 +64,7 @@ def random_survival(rng, batch, num_drafts):
   return np.cumprod(rng.choice([0, 1 / 4, 1 / 2, 3 / 4, 1, 1], (batch, num_drafts)), axis=1)
 
 
-always = functools.partial(dataclasses.replace, may_skip_draft=False, explore_every=0)
+always = functools.partial(dataclasses.replace, may_skip_draft=False, explore_every=0, memory=0.0)
 EARLY, LAGGED = always(EarlyStop()), always(Lagged())
 
 
@@ -67,7 +77,7 @@ def test_b54_staircase():
   to 2, 1, 4/3, 5/3, 2: Theta 1, 1.425, 1.62, 1.7, so 3."""
   survival, ladder = [[.9, .8, .7]], one_by_one(4)
   curve = make_curve(ladder, [1, 2, 2, 2])
-  stairs = curve.replace(steps_per_ms_C=jnp.asarray([9, 1, .5, .5, .5], jnp.float32))
+  stairs = with_steps(curve, [9, 1, .5, .5, .5])
   assert run(EARLY, survival, stairs, ladder)[1] == [0]
   assert run(EARLY, survival, curve, ladder)[1] == [3]
   assert run(LAGGED, survival, curve, ladder)[1] == [3]
@@ -98,8 +108,7 @@ def test_a_32_token_stair_does_not_stop_every_draft():
   survival = np.cumprod(np.full((32, 2), .5), axis=1)
   ladder = ((32, 1), (64, 3), (96, 3))
   curve = make_curve(ladder, [10, 14, 18])
-  stairs = curve.replace(steps_per_ms_C=jnp.asarray(
-      [9] + [1 / 10] * 32 + [1 / 14] * 32 + [1 / 18] * 32, jnp.float32))
+  stairs = with_steps(curve, [9] + [1 / 10] * 32 + [1 / 14] * 32 + [1 / 18] * 32)
   assert run(EARLY, survival, stairs, ladder)[1] == [0] * 32  # what the smoothing is for
   for policy in (EARLY, LAGGED):
     assert run(policy, survival, curve, ladder)[1] == [1] * 32
@@ -145,15 +154,24 @@ SIZES = [(1, 3), (2, 3), (3, 2)]  # R, G; few, because every one is compiled
 
 @pytest.mark.parametrize("batch, num_drafts", SIZES)
 def test_early_stop_is_the_optimum_on_the_smoothed_curve(batch, num_drafts):
-  """Theta of its choice = the best over all prefix-closed sets, jagged random times."""
+  """Theta of its choice = the best over all prefix-closed sets, jagged random times, once all
+  drafts are drawn."""
   rng = np.random.default_rng(batch)
   most = batch * (num_drafts + 1)
-  ladder = one_by_one(most)
+  ladder = tuple((n, min(n, num_drafts + 1)) for n in range(1, most + 1))
+  low, high = jnp.zeros(batch, jnp.int32), jnp.full(batch, num_drafts)
+  plan = Plan(jnp.int32(num_drafts), jnp.int32(0), low, high)
+
+  @jax.jit
+  def choose(survival, curve):
+    return policies.choose_adaptive(EARLY, plan, survival, jnp.ones(batch, bool), curve=curve,
+                                    ladder=ladder)
+
   for _ in range(30):
     curve = make_curve(ladder, rng.uniform(2, 8, most), rng.uniform(0, 2))
-    steps = np.asarray(curve.steps_per_ms_C, np.float64)
+    steps = np.asarray(curve.steps_per_ms_DxC[-1], np.float64)
     survival = random_survival(rng, batch, num_drafts)
-    lens = run(EARLY, survival, curve, ladder)[1]
+    lens = np.asarray(choose(jnp.asarray(survival, jnp.float32), curve)).tolist()
     best = oracle.find_best_rate(survival, lambda n, steps=steps: 1 / steps[batch + sum(n)])
     found = oracle.expected_tokens(survival, lens) * steps[batch + sum(lens)]
     np.testing.assert_allclose(found, best, rtol=RTOL)
@@ -162,9 +180,9 @@ def test_early_stop_is_the_optimum_on_the_smoothed_curve(batch, num_drafts):
 
 @pytest.mark.parametrize("batch, num_drafts", SIZES)
 def test_search_finds_the_optimum_of_the_staircase(batch, num_drafts):
-  """Buckets limited in tokens and in rows, random times that may even fall: the rate that the
-  search promises is the best of all prefix-closed sets, and filling by the same survivals keeps
-  it."""
+  """Buckets limited in tokens and in rows, random times that may even fall, drafting that costs by
+  the rows: the rate that the search promises is the best of all prefix-closed sets, and filling by
+  the same survivals keeps it."""
   rng = np.random.default_rng(100 + batch)
   most = batch * (num_drafts + 1)
   ladder = ((batch, 1), (batch + 1, num_drafts), (batch + 2, 2), (most - 1, num_drafts + 1),
@@ -173,27 +191,30 @@ def test_search_finds_the_optimum_of_the_staircase(batch, num_drafts):
   @jax.jit
   def search_and_fill(survival, curve, low, high):
     is_live = jnp.ones(batch, bool)
-    budget, row_limit, rate = policies.search_buckets(
+    bucket, rate = policies.search_buckets(
         survival, curve=curve, ladder=ladder, is_live_B=is_live, min_lens_B=low, max_lens_B=high)
-    plan = Plan(jnp.bool_(True), budget, low, jnp.minimum(high, row_limit))
-    return rate, policies.choose_adaptive(LAGGED, plan, survival, is_live, curve=curve,
-                                          ladder=ladder)
+    tokens, rows = jnp.asarray(ladder)[bucket]
+    plan = Plan(jnp.int32(0), tokens - batch, low, jnp.minimum(high, rows - 1))
+    return rate, bucket, policies.choose_adaptive(LAGGED, plan, survival, is_live, curve=curve,
+                                                  ladder=ladder)
 
   for _ in range(30):
-    verify_ms, draft_ms = rng.uniform(1, 4, len(ladder)), rng.uniform(0, 2)
-    cost_ms = oracle.run_staircase(ladder, verify_ms, draft_ms)
+    verify_ms = rng.uniform(1, 4, len(ladder))
+    draft_ms = np.sort(rng.uniform(0, 2, len(draft_lens(ladder))))
+    cost_ms = oracle.run_staircase(ladder, verify_ms, dict(zip(draft_lens(ladder), draft_ms)))
     survival = random_survival(rng, batch, num_drafts)
     low = rng.choice([0, 0, 0, 1], batch)
     high = rng.integers(low, num_drafts + 1)
-    rate, lens = search_and_fill(jnp.asarray(survival, jnp.float32),
+    rate, bucket, lens = search_and_fill(jnp.asarray(survival, jnp.float32),
                                  make_curve(ladder, verify_ms, draft_ms), jnp.asarray(low),
                                  jnp.asarray(high))
-    lens = np.asarray(lens)
+    lens, bucket = np.asarray(lens), int(bucket)
     best = oracle.find_best_rate(survival, cost_ms, min_lens=low, max_lens=high)
     np.testing.assert_allclose(rate, best, rtol=RTOL)
     assert (low <= lens).all() and (lens <= high).all()
-    np.testing.assert_allclose(oracle.expected_tokens(survival, lens) / cost_ms(lens), best,
-                               rtol=RTOL)
+    paid_ms = verify_ms[bucket] + ({0: 0.0} | dict(zip(draft_lens(ladder), draft_ms)))[
+        ladder[bucket][1] - 1]
+    np.testing.assert_allclose(oracle.expected_tokens(survival, lens) / paid_ms, best, rtol=RTOL)
 
 
 # --- bounds, skipping, exploring -----------------------------------------------------------------
@@ -229,21 +250,46 @@ def test_drafting_is_skipped_where_plain_decoding_is_faster(kind):
   plan is plain decoding, with them it is not. It rests on the past alone."""
   policy = kind(explore_every=0)
   plan, lens = run(policy, np.zeros((2, 3)), CURVE, LADDER, fresh=np.ones((2, 3)))
-  assert not plan.should_draft and lens == [0, 0]
+  assert plan.draft_choice == 0 and lens == [0, 0]
   plan, lens = run(policy, np.ones((2, 3)), CURVE, LADDER)
-  assert plan.should_draft and lens == [3, 3]
+  assert plan.draft_choice == 1 and lens == [3, 3]
   plan, _ = run(dataclasses.replace(policy, min_draft=1), np.zeros((2, 3)), CURVE, LADDER)
-  assert plan.should_draft
+  assert plan.draft_choice == 1
+
+
+@pytest.mark.parametrize("kind", [EarlyStop, Lagged])
+def test_as_much_is_drafted_as_earlier_rounds_say(kind):
+  """2 requests, buckets of 2, 4, 8 tokens with 1, 2, 4 rows: 4, 5, 8 ms, drafting 1 or 3 drafts
+  costs 1 or 2 ms. Survivals 1, 0, 0: 2 / 4 < 4 / 6 > 4 / 10, one draft each. Survivals 1, 1, 1:
+  4 / 6 < 8 / 10, all three. What is not drawn is not verified, however sure this round is."""
+  ladder = ((2, 1), (4, 2), (8, 4))
+  curve = make_curve(ladder, [4, 5, 8], [1, 2])
+  policy = kind(explore_every=0)
+  plan, lens = run(policy, [[1, 0, 0]] * 2, curve, ladder, fresh=np.ones((2, 3)))
+  assert plan.draft_choice == 1 and lens == [1, 1]
+  plan, lens = run(policy, np.ones((2, 3)), curve, ladder)
+  assert plan.draft_choice == 2 and lens == [3, 3]
 
 
 @pytest.mark.parametrize("kind", [EarlyStop, Lagged])
 def test_exploring_takes_the_requests_in_turn(kind):
-  policy = kind(explore_every=4)
+  policy = kind(explore_every=4, explore_share=1e9)
   for round_index, chosen in ((2, None), (3, 0), (7, 1), (11, 0)):
     plan, lens = run(policy, np.zeros((2, 3)), CURVE, LADDER, round_index=round_index)
-    assert bool(plan.should_draft) == (chosen is not None)
+    assert bool(plan.draft_choice > 0) == (chosen is not None)
     # The other may get the slot that is left in a bucket of 6.
     assert lens == [0, 0] if chosen is None else (lens[chosen] == 3 and lens[1 - chosen] <= 1)
+
+
+@pytest.mark.parametrize("does_learn, period", [(True, 75), (False, 25)])
+def test_exploring_costs_no_more_than_its_share(does_learn, period):
+  """Plain decoding takes 4 ms. A round that explores drafts for 1 ms, and to learn it verifies in
+  the bucket of 6 for 2 ms more: 3 of 4 ms, one hundredth of that every 75 rounds."""
+  plan = jax.jit(functools.partial(
+      policies.make_plan, EarlyStop(explore_every=4), jnp.zeros((2, 3)), jnp.ones(2, bool),
+      curve=CURVE, ladder=LADDER, max_lens_B=jnp.full(2, 3), does_learn=does_learn))
+  drafting = [n for n in range(160) if plan(round_index=jnp.int32(n)).draft_choice]
+  assert drafting == list(range(period - 1, 160, period))
 
 
 # --- what a decision may not look at -------------------------------------------------------------
@@ -290,6 +336,7 @@ def test_b53_a_draft_is_admitted_without_a_look_behind_it(policy):
     (lambda: Lagged(max_draft=1.5), "max_draft: found 1.5"),
     (lambda: Lagged(min_draft=3, max_draft=2), "max_draft: found 2, expected at least"),
     (lambda: EarlyStop(explore_every=-1), "explore_every: found -1"),
+    (lambda: EarlyStop(explore_share=0.0), "explore_share: found 0.0"),
     (lambda: Lagged(memory=1.0), "memory: found 1.0")])
 def test_bad_field_is_named(make, name):
   with pytest.raises(ValueError, match=name):

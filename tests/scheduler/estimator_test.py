@@ -8,7 +8,7 @@ import pytest
 from dspark_jax.metrics.reliability import measure_reliability
 from dspark_jax.scheduler.estimator import (OnlineLogistic, OnlineSts, Outcome, Signals,
                                             TrainedHead, _solve)
-from dspark_jax.scheduler.survival import compute_survival, fill_unknown
+from dspark_jax.scheduler.survival import average_survival, compute_survival
 
 EVERY = [TrainedHead(), TrainedHead((2.0, 1.0, 0.5)), OnlineSts(), OnlineLogistic(),
          OnlineLogistic(uses_head=True), OnlineLogistic(uses_margin=False, uses_head=True)]
@@ -104,7 +104,18 @@ def test_solve():
 def test_survival():
   found = compute_survival(jnp.array([[.5, .5, 2.0], [1.0, jnp.nan, 1.0], [-1.0, 1.0, 1.0]]))
   np.testing.assert_array_equal(found, [[.5, .25, .25], [1, 0, 0], [0, 0, 0]])
-  survival = jnp.array([[1.0, .5], [.5, 0.0], [jnp.nan, jnp.nan]])
-  np.testing.assert_array_equal(fill_unknown(survival, jnp.array([True, True, False])),
-                                [[1.0, .5], [.5, 0.0], [.75, .25]])
-  np.testing.assert_allclose(fill_unknown(survival, jnp.zeros(3, bool)), [[.7, .49]] * 3, rtol=1e-6)
+
+
+def test_average_survival_by_hand():
+  """Half of the old and half of the new, where there is a new; what was not drawn keeps its share
+  of the last draft that was, and is never above it."""
+  past, fresh = jnp.array([.5, .25, .125]), jnp.array([1.0, .75, 0.0])
+  average = lambda num_drawn, past=past: average_survival(past, fresh, jnp.int32(num_drawn),
+                                                          memory=.5).tolist()
+  assert average(0) == [.5, .25, .125]
+  assert average(1) == [.75, .375, .1875]
+  assert average(2) == [.75, .5, .25]
+  assert average(3) == [.75, .5, .0625]
+  assert average(1, jnp.array([0.0, 0.0, 0.0])) == [.5, 0, 0]
+  # With no memory the new round alone counts.
+  assert average_survival(past, fresh, jnp.int32(2), memory=0.0).tolist() == [1, .75, .375]

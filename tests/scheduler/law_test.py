@@ -70,7 +70,7 @@ class Scheduler:
   policy: object
   estimator: object = None
   verify_ms: tuple = (4.0, 4.9, 5.6, 7.5)
-  draft_ms: float = .3
+  draft_ms: tuple = (.2, .3)
 
   def init(self, batch, num_drafts):
     curve = make_step_curve(Timings(LADDER, self.verify_ms, self.draft_ms))
@@ -84,7 +84,7 @@ class Scheduler:
 
   def look(self, state, confidence):
     is_live, room = jnp.ones(GROUP, bool), jnp.full(GROUP, confidence.shape[1])
-    plan = schedule.plan_round(self.policy, state, is_live, room, ladder=LADDER)
+    plan = schedule.plan_round(self.policy, self.estimator, state, is_live, room, ladder=LADDER)
     return plan, *schedule.choose_lens(self.policy, self.estimator, state, plan,
                                        self.signals(confidence), is_live_B=is_live,
                                        max_lens_B=room, ladder=LADDER)
@@ -98,7 +98,7 @@ class Scheduler:
       plan, _, survival = self.look(state, confidence)
       outcome = Outcome(lens, num_accepted, jnp.ones(GROUP, bool))
       return schedule.learn(self.policy, self.estimator, state, plan, self.signals(confidence),
-                            survival, outcome, bucket=None)
+                            survival, outcome, ladder=LADDER, bucket=None)
     fold = lambda x: x.reshape(-1, GROUP, *x.shape[1:])
     return jax.vmap(learn_group)(memory, fold(confidence_BxG), fold(lens_B), fold(num_accepted_B))
 
@@ -114,7 +114,7 @@ class Peeking(Scheduler):
 
 HONEST = [
     Scheduler(EarlyStop(may_skip_draft=False)),
-    Scheduler(Lagged(explore_every=2), OnlineSts(half_life=4.0, prior=.5)),
+    Scheduler(Lagged(explore_every=2, explore_share=1e9), OnlineSts(half_life=4.0, prior=.5)),
 ]
 
 
@@ -126,7 +126,7 @@ def test_tokens_follow_the_target(scheduler):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [
-    Scheduler(EarlyStop(fills_bucket=True, explore_every=2), OnlineLogistic(half_life=4.0)),
+    Scheduler(EarlyStop(fills_bucket=True, explore_every=2, explore_share=1e9), OnlineLogistic(half_life=4.0)),
     Scheduler(Lagged(memory=.5, min_draft=1, may_skip_draft=False)),
 ], ids=lambda s: type(s.policy).__name__)
 def test_tokens_follow_the_target_more(scheduler):

@@ -46,11 +46,14 @@ def find_best_rate(survival, cost_ms, *, min_lens=None, max_lens=None):
 
 
 def run_staircase(ladder, verify_ms, draft_ms):
-  """Returns the cost function of a ladder of (tokens, rows): the cheapest bucket that fits."""
+  """Returns the cost function of a ladder of (tokens, rows): the cheapest bucket that fits.
+
+  `draft_ms` maps rows - 1 to the milliseconds of drafting so much.
+  """
+  draft_ms = {0: 0.0} | draft_ms
   def cost_ms(lens):
-    fits = [ms for (tokens, rows), ms in zip(ladder, verify_ms)
-            if tokens >= len(lens) + sum(lens) and rows >= 1 + max(lens)]
-    return draft_ms + min(fits) if fits else np.inf
+    return min((ms + draft_ms[rows - 1] for (tokens, rows), ms in zip(ladder, verify_ms)
+                if tokens >= len(lens) + sum(lens) and rows >= 1 + max(lens)), default=np.inf)
   return cost_ms
 
 

@@ -11,6 +11,7 @@ from dspark_jax.decode import profile
 from dspark_jax.decode.state import Frame
 from dspark_jax.scheduler.policies import ConfidenceThreshold, EarlyStop, Lagged
 from dspark_jax.scheduler.step_curve import Timings
+from dspark_jax.verification.pack import draft_lens
 from dspark_jax.serving.engine import EngineOptions, QueueFull, make_buckets
 from tests.decode import cases as decode_cases
 from tests.serving import cases
@@ -92,7 +93,7 @@ def test_plain_decoding():
   assert engine.counts.num_verified == 0
 
 
-@pytest.mark.parametrize("policy", [EarlyStop(fills_bucket=True, explore_every=5), Lagged(),
+@pytest.mark.parametrize("policy", [EarlyStop(fills_bucket=True, explore_every=5, explore_share=1e9), Lagged(),
                                     ConfidenceThreshold(0.15)])
 def test_policies_that_look_at_the_whole_batch(monkeypatch, tmp_path, policy):
   """Buckets, a curve that makes rows expensive, greedy requests: the tokens of their runs alone."""
@@ -101,7 +102,7 @@ def test_policies_that_look_at_the_whole_batch(monkeypatch, tmp_path, policy):
 
   def load_or_measure(frame, params, batch, *, name, directory):
     names.append((batch, name, directory))
-    return Timings(frame.ladder, tuple(10.0 + 4.0 * tokens for tokens, _ in frame.ladder), 3.0)
+    return Timings(frame.ladder, tuple(10.0 + 4.0 * tokens for tokens, _ in frame.ladder), tuple(3.0 + n for n in draft_lens(frame.ladder)))
 
   monkeypatch.setattr(profile, "load_or_measure", load_or_measure)
   jobs = [job | dict(temperature=0.0) for job in cases.make_jobs(9, seed=11)]

@@ -5,18 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.verification.pack import (check_ladder, choose_bucket, make_ladder, make_packing,
-                                          measure_padding)
+from dspark_jax.verification.pack import (check_ladder, choose_bucket, draft_lens, make_ladder,
+                                          make_packing, measure_padding)
 
 
-@pytest.mark.parametrize("batch, max_draft, sizes", [
-    (1, 7, [1, 2, 4, 8]), (1, 0, [1]), (2, 3, [2, 4, 8]), (4, 7, [4, 8, 16, 24, 32]),
-    (32, 7, [8, 16, 24, 32, 48, 64, 96, 128, 192, 256]), (3, 4, [3, 4, 8, 15])])
-def test_ladder(batch, max_draft, sizes):
+@pytest.mark.parametrize("batch, max_draft, shapes, lens", [
+    (1, 7, [(1, 1), (2, 2), (4, 4), (8, 8)], (1, 3, 7)), (1, 0, [(1, 1)], ()),
+    (2, 3, [(2, 1), (4, 2), (4, 4), (8, 4)], (1, 3)),
+    (4, 7, [(4, 1), (8, 2), (8, 4), (16, 4), (16, 8), (24, 8), (32, 8)], (1, 3, 7)),
+    (32, 7, [(8, 8), (16, 8), (32, 1), (48, 2), (64, 2), (64, 4), (96, 4), (128, 4), (128, 8),
+             (192, 8), (256, 8)], (1, 3, 7)),
+    (3, 4, [(3, 1), (4, 2), (6, 2), (8, 4), (8, 5), (12, 4), (15, 5)], (1, 3, 4))])
+def test_ladder(batch, max_draft, shapes, lens):
   ladder = make_ladder(batch, max_draft)
-  assert [tokens for tokens, _ in ladder] == sizes
+  assert list(ladder) == shapes and draft_lens(ladder) == lens
   check_ladder(ladder, batch, max_draft)
-  assert dict(ladder)[batch] == 1 or max_draft == 0  # plain decoding of the whole batch
+  assert (batch, 1) in ladder  # plain decoding of the whole batch
   assert ladder[-1] == (batch * (max_draft + 1), max_draft + 1)
 
 
