@@ -19,7 +19,6 @@ def get_config():
   config.num_requests = (1, 4, 16)
   config.max_draft_lens = (1, 3, 7)
   config.thresholds = (0.4,)
-  config.memory = 0.9  # of `lagged`
   config.temperature = 0.0
   config.max_new_tokens = 64
   config.repeats = 3

@@ -29,7 +29,6 @@ def get_config():
   config.max_draft_lens = (1, 3, 5, 7)
   config.thresholds = (0.4,)
   config.adaptive = True  # early_stop and lagged; they measure a step curve for every `users`
-  config.memory = 0.9  # of lagged, see scheduler.policies
   config.step_curves = ""  # directory of measured step curves; "" = the user's cache
   # Closed loop.
   config.users = (1, 2, 4, 8, 16, 32)  # also the engine's slots
@@ -43,6 +42,7 @@ def get_config():
   config.speeds = (5.0, 10.0)  # promises of figure 7, tokens per second and user
   config.overhead_slots = 8  # engine against bare step, with every draft verified; 0 = leave out
   config.overhead_rounds = 8
+  config.overhead_repeats = 5
   config.compilation_cache = ""  # directory of JAX's persistent cache
   config.out = "runs/serve_load"
   return config

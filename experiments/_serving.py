@@ -17,7 +17,7 @@ def make_methods(model: DSpark, config) -> dict[str, DSpark]:
   policies = {f"fixed {n}": FixedLength(n) for n in config.max_draft_lens}
   policies |= {f"threshold {t:g}": ConfidenceThreshold(t) for t in config.thresholds}
   if config.adaptive:
-    policies |= {"early_stop": EarlyStop(fills_bucket=True), "lagged": Lagged(memory=config.memory)}
+    policies |= {"early_stop": EarlyStop(), "lagged": Lagged()}
   return {"plain": model} | {name: model.with_policy(p) for name, p in policies.items()}
 
 

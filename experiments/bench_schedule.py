@@ -28,7 +28,7 @@ def make_methods(config, model: DSpark) -> dict:
   """Returns {name: model}; plain decoding first."""
   make = {f"fixed {n}": FixedLength(n) for n in config.max_draft_lens}
   make |= {f"threshold {t:g}": ConfidenceThreshold(t) for t in config.thresholds}
-  make |= {"early_stop": EarlyStop(fills_bucket=True), "lagged": Lagged(memory=config.memory)}
+  make |= {"early_stop": EarlyStop(), "lagged": Lagged()}
   return {"plain": model} | {name: model.with_policy(policy) for name, policy in make.items()}
 
 

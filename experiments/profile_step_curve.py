@@ -8,11 +8,11 @@ import pathlib
 
 from dspark_jax import DSpark
 from dspark_jax.decode.profile import describe, measure_timings
+from dspark_jax.ladder import draft_lens, make_ladder, measure_padding
 from dspark_jax.metrics import plots
 from dspark_jax.scheduler.policies import EarlyStop
 from dspark_jax.scheduler.step_curve import make_step_curve
 from dspark_jax.scheduler.step_table import StepTable, write_table
-from dspark_jax.verification.pack import draft_lens, make_ladder, measure_padding
 from experiments import _cli, _timing
 
 

@@ -13,9 +13,10 @@ import jax
 from dspark_jax import DSpark
 from dspark_jax.metrics import load_plots
 from dspark_jax.metrics.load_report import find_at_speed, format_load_table
+from dspark_jax.scheduler.policies import EarlyStop
 from dspark_jax.serving import load
 from dspark_jax.serving.engine import Engine, EngineOptions
-from dspark_jax.serving.overhead import measure_overhead
+from dspark_jax.serving.overhead import measure_overhead, measure_scheduler
 from experiments import _cli, _timing
 from experiments._serving import make_engines, make_jobs, run_turns
 
@@ -36,16 +37,21 @@ def measure_open(model: DSpark, config, jobs) -> list:
 
 
 def measure_engine_overhead(model: DSpark, config, jobs) -> dict | None:
-  """Compares the engine's round with the bare step, every draft of every slot verified."""
+  """Compares the engine's round with the bare step, every draft of every slot verified, and tells
+  the scheduler's share of it."""
   if not config.overhead_slots:
     return None
   engine = Engine(model.frame, model.params, EngineOptions(
       config.overhead_slots, config.max_len, tuple(config.prompt_buckets)))
   prompts = [job["prompt"][:config.max_len // 2] for job in jobs]
-  found = measure_overhead(engine, prompts, num_rounds=config.overhead_rounds, repeats=5)
-  print(f"engine {found.engine_ms:.1f} ms a round, bare step {found.bare_ms:.1f} ms: "
-        f"{100 * found.share:+.1f} %", flush=True)
-  return dataclasses.asdict(found)
+  found = measure_overhead(engine, prompts, num_rounds=config.overhead_rounds,
+                           repeats=config.overhead_repeats)
+  scheduler_ms = measure_scheduler(dataclasses.replace(model.frame, policy=EarlyStop()),
+                                   config.overhead_slots)
+  print(f"{config.overhead_slots} slots: engine {found.engine_ms:.1f} ms a round, bare step "
+        f"{found.bare_ms:.1f} ms: {100 * found.share:+.1f} %; scheduler {scheduler_ms:.2f} ms, "
+        f"{100 * scheduler_ms / found.bare_ms:.2f} %", flush=True)
+  return dataclasses.asdict(found) | dict(scheduler_ms=scheduler_ms)
 
 
 def main(config):

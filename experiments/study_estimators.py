@@ -13,12 +13,12 @@ import numpy as np
 from dspark_jax.decode.profile import load_or_measure
 from dspark_jax.decode.record import join_records
 from dspark_jax.decode.replay import Oracle, replay
+from dspark_jax.ladder import make_ladder
 from dspark_jax.metrics.reliability import measure_reliability
 from dspark_jax.scheduler.calibration import fit_sts
 from dspark_jax.scheduler.estimator import OnlineLogistic, OnlineSts, TrainedHead
 from dspark_jax.scheduler.policies import EarlyStop
 from dspark_jax.scheduler.step_curve import make_step_curve
-from dspark_jax.verification.pack import make_ladder
 from experiments import _cli, _records, _timing
 
 
@@ -67,7 +67,7 @@ def main(config):
   # The workload changes where one domain ends and the next begins.
   ends = np.cumsum([0] + [len(group.num_accepted_N) for group in stream.values()]).tolist()
   parts = {domain: slice(*pair) for domain, pair in zip(stream, zip(ends, ends[1:]))}
-  policy = EarlyStop(may_skip_draft=False, fills_bucket=True)
+  policy = EarlyStop(may_skip_draft=False)
   results = {}
   for num_requests in config.num_requests:
     ladder = make_ladder(num_requests, model.frame.proposal_len)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax import kv_cache
+from dspark_jax import ladder as ladder_lib
 from dspark_jax.decode.state import DecodeState, Frame
 from dspark_jax.scheduler import policies
 from dspark_jax.types import Packing, Proposal, Verdict
@@ -42,7 +43,7 @@ def judge(frame: Frame, params, state: DecodeState, proposal: Proposal, verify_l
   if frame.ladder is None:
     return _judge_rectangle(frame, params, state, proposal, verify_lens_B, anchor_B), None
   width = policies.max_verify_len(frame.policy, frame.proposal_len)
-  pack_lib.check_ladder(frame.ladder, state.lens_B.shape[0], width)
+  ladder_lib.check_ladder(frame.ladder, state.lens_B.shape[0], width)
   is_live_B = ~state.is_done_B
   branches = []
   for num_tokens, num_rows in frame.ladder:
@@ -50,7 +51,7 @@ def judge(frame: Frame, params, state: DecodeState, proposal: Proposal, verify_l
                                      num_tokens=num_tokens, num_rows=min(num_rows, width + 1))
     branches.append(functools.partial(_judge_packed, frame, params, state, proposal,
                                       verify_lens_B, anchor_B, make_packing))
-  bucket = pack_lib.choose_bucket(frame.ladder, verify_lens_B, is_live_B)
+  bucket = ladder_lib.choose_bucket(frame.ladder, verify_lens_B, is_live_B)
   return jax.lax.switch(bucket, branches), bucket
 
 

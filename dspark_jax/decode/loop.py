@@ -1,6 +1,5 @@
 """Prefill and the generation loop: one jit each, nothing on the host between rounds."""
 
-import dataclasses
 import functools
 from typing import Sequence
 
@@ -133,11 +132,10 @@ def start(frame: Frame, params, prompts: Sequence[Sequence[int]], *,
   for i, p in enumerate(prompts):
     padded[i, :len(p)] = p
   num_slots = round_up(max(int(limits.max()), T) + frame.slack, SLOT_BUCKET)
-  # Scheduler and rule play no part before the first round: one prefill serves them all.
-  bare = dataclasses.replace(frame, policy=None, estimator=None, ladder=None, accept_rule="token")
-  state = prefill(bare, params, jnp.asarray(padded), jnp.asarray(lens),
+  state = prefill(frame.for_prefill(), params, jnp.asarray(padded), jnp.asarray(lens),
                   limits_B=jnp.asarray(limits), sampling=sampling,
                   stop_ids_BxE=pad_stop_ids(stop_ids, batch), num_slots=num_slots)
+  state = state.replace(stats=init_stats(batch, frame.proposal_len))
   return attach_scheduler(frame, state, curve)
 
 

@@ -7,6 +7,7 @@ bucket of the ladder, caches donated as in a generation.
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import os
 import pathlib
 import statistics
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dspark_jax import ladder as ladder_lib
 from dspark_jax.decode import judge as judge_lib
 from dspark_jax.decode import loop
 from dspark_jax.decode import step as step_lib
@@ -25,15 +27,15 @@ from dspark_jax.sampling import make_sampling_params
 from dspark_jax.scheduler import policies, step_table
 from dspark_jax.scheduler.step_curve import StepCurve, Timings, make_step_curve
 from dspark_jax.scheduler.step_table import StepTable
-from dspark_jax.verification import pack
 
-REPEATS = 5
+REPEATS = 5, 25  # turns of a measurement, fewest and most, and
+SECONDS = 10.0  # what it may take between the two
 CONTEXT_TOKENS = 128  # committed tokens of every request while timing
 
 
 def measure_timings(frame: Frame, params, batch: int, *, context_tokens: int = CONTEXT_TOKENS,
                     num_slots: int | None = None, temperature: float = 0.0,
-                    repeats: int = REPEATS) -> Timings:
+                    repeats: int | None = None) -> Timings:
   """Times every bucket of `frame.ladder`, and drafting for its rows, for a batch size.
 
   All take turns, so that a machine that drifts favours none; each number is a median. Compiles
@@ -43,18 +45,20 @@ def measure_timings(frame: Frame, params, batch: int, *, context_tokens: int = C
     frame: with a drafter, a policy and a ladder.
     context_tokens: committed tokens of each request, fewer where the target holds fewer.
     num_slots: of the caches, None = just enough; attention on CPU reads all of them.
+    repeats: turns, None = as many of REPEATS as fit into SECONDS: a small batch is over in no time,
+      and what else the machine does must not decide how it is served.
   """
   if frame.drafter is None or frame.ladder is None:
     raise ValueError("frame: found no drafter or no ladder, expected both to measure a step curve")
   width = policies.max_verify_len(frame.policy, frame.proposal_len)
-  pack.check_ladder(frame.ladder, batch, width)
+  ladder_lib.check_ladder(frame.ladder, batch, width)
   state = _make_state(frame, params, batch, context_tokens, num_slots, temperature)
   draft, verify = _compile_parts(frame)
-  fills = [_fill_bucket(batch, shape) for shape in frame.ladder]
+  fills = [ladder_lib.fill_shape(batch, shape) for shape in frame.ladder]
   proposal = draft(params, state)
-  lens = pack.draft_lens(frame.ladder)
+  lens = ladder_lib.draft_lens(frame.ladder)
   draft_ms, verify_ms = [[] for _ in lens], [[] for _ in fills]
-  for repeat in range(repeats + 1):  # the first compiles and is dropped
+  for turn in itertools.count():  # the first compiles and is dropped
     for ms, num_drafts in zip(draft_ms, lens):
       ms.append(1e3 * _time(draft, params, state, num_drafts)[0])
     for n, (lens_B, is_live_B) in enumerate(fills):
@@ -63,6 +67,11 @@ def measure_timings(frame: Frame, params, batch: int, *, context_tokens: int = C
         raise ValueError(f"ladder: bucket {frame.ladder[n]} can never be used, for "
                          f"{frame.ladder[int(bucket)]} comes first and holds as much")
       verify_ms[n].append(1e3 * seconds)
+    if turn == 1 and repeats is None:
+      turn_s = sum(ms[-1] for ms in draft_ms + verify_ms) / 1e3
+      repeats = min(max(int(SECONDS / turn_s), REPEATS[0]), REPEATS[1])
+    if turn and turn == repeats:
+      break
   median = lambda ms: round(statistics.median(ms[1:]), 4)
   return Timings(frame.ladder, tuple(map(median, verify_ms)), tuple(map(median, draft_ms)))
 
@@ -76,7 +85,7 @@ class RoundTime:
 
 def compare_rounds(frames: Mapping[str, tuple[Frame, Any]], batch: int = 1, *,
                    context_tokens: int = CONTEXT_TOKENS, temperature: float = 0.0,
-                   repeats: int = REPEATS) -> dict[str, RoundTime]:
+                   repeats: int = REPEATS[0]) -> dict[str, RoundTime]:
   """Times rounds of several drafters, every draft verified; they take turns, compiled before.
 
   Args:
@@ -146,7 +155,7 @@ def prepare_batch(frame: Frame, params, batch: int, *, name: str,
     return frame, None
   if frame.ladder is None:
     width = policies.max_verify_len(frame.policy, frame.proposal_len)
-    frame = dataclasses.replace(frame, ladder=pack.make_ladder(batch, width))
+    frame = dataclasses.replace(frame, ladder=ladder_lib.make_ladder(batch, width))
   if not is_adaptive:
     return frame, None
   return frame, make_step_curve(load_or_measure(frame, params, batch, name=name,
@@ -180,20 +189,6 @@ def _make_state(frame: Frame, params, batch, context_tokens, num_slots, temperat
       sampling=make_sampling_params(batch, temperature=temperature, seed=np.arange(batch)))
   # It must not matter whether the first token happened to end a request.
   return state.replace(is_done_B=jnp.zeros(batch, bool))
-
-
-def _fill_bucket(batch: int, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-  """Returns verify lengths and live requests that just fill a bucket."""
-  tokens, rows = shape
-  num_live = min(batch, tokens)
-  left, lens = tokens - num_live, np.zeros(batch, np.int32)
-  while left and (lens[:num_live] < rows - 1).any():
-    for b in range(num_live):
-      # The first request goes to the full width, so that no narrower bucket would do.
-      more = min(left, rows - 1 - lens[b], rows if b == 0 else 1)
-      lens[b] += more
-      left -= more
-  return jnp.asarray(lens), jnp.arange(batch) < num_live
 
 
 def _time(run: Callable, *args):

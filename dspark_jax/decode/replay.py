@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.decode.record import Records
+from dspark_jax.ladder import Ladder, choose_bucket
 from dspark_jax.scheduler import schedule
 from dspark_jax.scheduler.estimator import Outcome, Signals
 from dspark_jax.scheduler.policies import Policy
 from dspark_jax.scheduler.step_curve import StepCurve
-from dspark_jax.verification import pack
-from dspark_jax.verification.pack import Ladder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +88,7 @@ def _scan(estimator, policy, ladder, state, signals_T, accepted_TxR):
     lens_B, survival_BxG = schedule.choose_lens(
         policy, estimator, state, plan, signals, is_live_B=is_live_B, max_lens_B=room_B,
         ladder=ladder)
-    bucket = pack.choose_bucket(ladder, lens_B, is_live_B)
+    bucket = choose_bucket(ladder, lens_B, is_live_B)
     num_accepted_B = jnp.minimum(lens_B, accepted_B)
     ms = state.curve.verify_ms_N[bucket] + state.curve.draft_ms_D[
         -1 if plan is None else plan.draft_choice]

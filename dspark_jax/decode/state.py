@@ -74,7 +74,7 @@ class Frame:
     policy: how many drafts to verify (`scheduler.policies`).
     accept_rule: "token" or "block" (`verification.accept`).
     estimator: how sure the drafts are (`scheduler.estimator`), None = the trained head as it is.
-    ladder: buckets of ragged verification (`verification.pack`), None = one rectangle as wide as
+    ladder: buckets of ragged verification (`ladder`), None = one rectangle as wide as
       the policy may ever verify.
     vocab_limit: ids from here on are never emitted (padded rows of the LM head), None = all are.
     dtype: of activations and weights in matmuls, as a name.
@@ -95,6 +95,12 @@ class Frame:
   @property
   def tap_layer_ids(self) -> tuple[int, ...]:
     return () if self.drafter is None else self.drafter.target_layer_ids
+
+  def for_prefill(self) -> "Frame":
+    """The frame of a prefill, in which scheduler, rule and draft length play no part: methods that
+    differ in those alone share its program."""
+    drafter = None if self.drafter is None else self.drafter.with_len(1)
+    return Frame(self.target, drafter, vocab_limit=self.vocab_limit, dtype=self.dtype)
 
   @property
   def slack(self) -> int:

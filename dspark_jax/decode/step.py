@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 from dspark_jax.decode import judge as judge_lib
 from dspark_jax.decode.state import DecodeState, Frame, RoundStats
+from dspark_jax.ladder import draft_lens
 from dspark_jax.scheduler import policies
 from dspark_jax.scheduler import schedule as schedule_lib
 from dspark_jax.scheduler.estimator import Outcome, Signals
 from dspark_jax.types import Proposal
 from dspark_jax.verification import commit as commit_lib
-from dspark_jax.verification import pack
 
 
 @flax.struct.dataclass
@@ -85,7 +85,7 @@ def propose(frame: Frame, params, state: DecodeState,
     return jax.tree.map(lambda x, zeros: zeros.at[:, :num_drafts].set(x[:, :num_drafts]), found,
                         nothing)
 
-  lens = pack.draft_lens(frame.ladder)
+  lens = draft_lens(frame.ladder)
   return jax.lax.switch(plan.draft_choice, [lambda: nothing] + [
       functools.partial(draft_first, n) for n in lens])
 

@@ -18,8 +18,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.ladder import Ladder, choose_bucket, draft_lens
 from dspark_jax.scheduler.step_curve import StepCurve
-from dspark_jax.verification.pack import Ladder, choose_bucket, draft_lens
 from pallas_kernels.length_selection import length_selection
 
 
@@ -96,13 +96,12 @@ class EarlyStop(_Adaptive):
   With `fills_bucket` the order of admission then goes on to the end of the bucket that has to be
   paid anyway. That is still exact: a draft is admitted or not by what comes before it in the order.
   """
-  fills_bucket: bool = False
+  fills_bucket: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Lagged(_Adaptive):
   """Bucket by survivals two rounds old, filled by this round's survivals."""
-  memory: float = 0.0
 
 
 Policy = FixedLength | ConfidenceThreshold | EarlyStop | Lagged

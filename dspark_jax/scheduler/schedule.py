@@ -12,12 +12,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dspark_jax.ladder import Ladder, draft_lens
 from dspark_jax.scheduler import policies
 from dspark_jax.scheduler.estimator import Estimator, Outcome, Signals, TrainedHead
 from dspark_jax.scheduler.policies import Plan, Policy
 from dspark_jax.scheduler.step_curve import StepCurve
 from dspark_jax.scheduler.survival import average_survival, compute_survival
-from dspark_jax.verification.pack import Ladder, draft_lens
 
 USUAL_CONFIDENCE = 0.7  # a usual accept rate, where nothing was drafted yet
 USUAL_MEMORY = 0.95  # of what is usual, by rounds that drafted
@@ -122,10 +122,9 @@ def learn(policy: Policy | None, estimator: Estimator | None, state: SchedulerSt
   memory = policy.memory if policies.is_adaptive(policy) else 0.0
   average = jax.vmap(functools.partial(average_survival, memory=memory))
   past_BxG = average(state.past_survival_BxG, state.last_survival_BxG, state.num_drawn_B)
-  # Drafts that only some slots drew (a request came or went) are not worth a case of their own.
-  num_took_part = jnp.sum(state.num_drawn_B > 0, dtype=jnp.float32)
-  mean_G = jnp.sum(jnp.where((state.num_drawn_B > 0)[:, None], state.last_survival_BxG, 0.0),
-                   axis=0) / jnp.maximum(num_took_part, 1.0)
+  took_part_B = state.num_drawn_B > 0
+  mean_G = jnp.sum(jnp.where(took_part_B[:, None], state.last_survival_BxG, 0.0), axis=0)
+  mean_G = mean_G / jnp.maximum(jnp.sum(took_part_B, dtype=jnp.float32), 1.0)
   usual_G = average_survival(state.usual_survival_G, mean_G, jnp.max(state.num_drawn_B),
                              memory=USUAL_MEMORY)
   bucket_counts_N = state.bucket_counts_N

@@ -1,6 +1,6 @@
 """The step curve: measured milliseconds of a round by the tokens it verifies.
 
-Verification runs in buckets (`verification.pack`), so the measured time is a staircase over a few
+Verification runs in buckets (`ladder`), so the measured time is a staircase over a few
 shapes (tokens, rows). Two views of it serve two policies: a search over the shapes themselves, and,
 for a rule that stops at the first step that does not pay, a smoothed curve. A staircase would
 stop such a rule before its first draft, because the first token of a new stair already pays for all
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.verification.pack import Ladder, draft_lens
+from dspark_jax.ladder import Ladder, draft_lens
 
 FLAT = 1.02  # largest over smallest time, up to which a curve says nothing
 
@@ -33,7 +33,7 @@ class StepCurve:
 
   Attributes:
     verify_ms_N: float32, milliseconds of a verify pass in each shape of the ladder.
-    draft_ms_D: float32, milliseconds of drafting nothing (0), and each of `pack.draft_lens`, for
+    draft_ms_D: float32, milliseconds of drafting nothing (0), and each of `ladder.draft_lens`, for
       the whole batch.
     steps_per_ms_DxC: float32, rounds per smoothed millisecond, drafting included, by draft length
       and number of verified tokens (0..largest bucket; column 0 is not used).
@@ -47,7 +47,7 @@ class StepCurve:
 class Timings:
   """Measured milliseconds for one batch size.
 
-  `verify_ms` has one number a shape of `ladder`, `draft_ms` one a length of `pack.draft_lens`.
+  `verify_ms` has one number a shape of `ladder`, `draft_ms` one a length of `ladder.draft_lens`.
   """
   ladder: Ladder
   verify_ms: tuple[float, ...]

@@ -16,8 +16,8 @@ import dataclasses
 import pathlib
 from typing import Mapping
 
+from dspark_jax.ladder import Ladder, draft_lens
 from dspark_jax.scheduler.step_curve import Timings
-from dspark_jax.verification.pack import Ladder, draft_lens
 
 TITLE = "dspark_jax step curve 2"
 IDENTITY = ("device", "model", "dtype", "versions")  # what a curve is a property of

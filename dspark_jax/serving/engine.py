@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import pathlib
 import time
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,8 @@ import numpy as np
 
 from dspark_jax.decode import loop
 from dspark_jax.decode import profile
-from dspark_jax.decode.state import PAD, Frame
+from dspark_jax.decode.state import PAD, DecodeState, Frame
+from dspark_jax.ladder import fill_shape
 from dspark_jax.sampling import SamplingParams, make_sampling_params
 from dspark_jax.serving import slots
 from dspark_jax.serving.request import Request
@@ -134,9 +135,8 @@ class Engine:
     self.frame, self.params, self.options, self.counts = frame, params, options, Counts()
     self.clock, self._on_event = clock, on_event or (lambda kind, index: None)
     self._num_stop_ids = loop.round_up(options.max_stop_ids, loop.STOP_BUCKET)
-    state = slots.init_slots(frame, batch=options.batch, max_len=options.max_len,
-                             num_stop_ids=self._num_stop_ids)
-    self.state = loop.attach_scheduler(frame, state, curve)
+    self._curve = curve
+    self.state = self._make_state()
     self._slots: list[Request | None] = [None] * options.batch
     self._queue: collections.deque[Request] = collections.deque()
     self._pending: collections.deque[_Pending] = collections.deque()
@@ -232,9 +232,11 @@ class Engine:
       self._read(self._pending.popleft())
 
   def warm_up(self) -> None:
-    """Compiles everything that serving will run; only while nothing is going on.
+    """Compiles everything that serving will run, and runs it; only while nothing is going on.
 
-    The requests that it pushes through have one token to write, so that no round learns from them.
+    What the scheduler has learnt is lost. A shape of the ladder that never ran costs half a second
+    at its first round on a CPU, so an adaptive policy is led through all of them; the requests that
+    are pushed through besides have one token to write.
     """
     if self.is_busy:
       raise ValueError("warm_up: found a busy engine, expected one without requests")
@@ -245,8 +247,37 @@ class Engine:
       self.run()
     self._ended_slots.add(0)  # an empty slot: the host ending a request is compiled too
     self.step()
-    jax.block_until_ready(self.state)
+    for state in self._rounds_to_run():
+      jax.block_until_ready(slots.run_round(self.frame, self.params, state, _ONE))
+    self.state = jax.block_until_ready(self._make_state())
     self.counts, self._next_id, self._next_round = counts, next_id, next_round
+
+  def _make_state(self) -> DecodeState:
+    """Empty slots, and a scheduler that knows nothing yet."""
+    state = slots.init_slots(self.frame, batch=self.options.batch, max_len=self.options.max_len,
+                             num_stop_ids=self._num_stop_ids)
+    curve = jax.tree.map(jnp.copy, self._curve)  # a round donates its state, with all that is in it
+    return loop.attach_scheduler(self.frame, state, curve)
+
+  def _rounds_to_run(self) -> Iterator[DecodeState]:
+    """States whose next round runs in each shape; one state where the shape is none's choice."""
+    frame, batch = self.frame, self.options.batch
+    state = self._make_state()
+    if self._curve is None:
+      yield state.replace(is_done_B=jnp.zeros(batch, bool),
+                          limits_B=state.lens_B + 1 + frame.proposal_len)
+      return
+    curve = state.scheduler.curve
+    for n, shape in enumerate(frame.ladder):
+      # Only this shape is cheap, every draft pays, and each request has room for its part of it.
+      lens_B, is_live_B = fill_shape(batch, shape)
+      dear_N = jnp.where(jnp.arange(len(frame.ladder)) == n, 1.0, 1e6)
+      state = self._make_state()
+      yield state.replace(
+          is_done_B=~is_live_B, limits_B=state.lens_B + 1 + lens_B,
+          scheduler=state.scheduler.replace(curve=curve.replace(
+              verify_ms_N=dear_N, draft_ms_D=jnp.zeros_like(curve.draft_ms_D),
+              steps_per_ms_DxC=jnp.ones_like(curve.steps_per_ms_DxC))))
 
   # --- what a step does ------------------------------------------------------------------------
 
@@ -278,7 +309,7 @@ class Engine:
     prompt_1xT[0, :n] = request.prompt
     stop_ids_1xE = np.full((1, self._num_stop_ids), PAD, np.int32)
     stop_ids_1xE[0, :len(request.stop_ids)] = request.stop_ids
-    frame = slots.bare_frame(self.frame)
+    frame = self.frame.for_prefill()
     fresh = loop.prefill(
         frame, self.params, jnp.asarray(prompt_1xT), jnp.asarray([n], jnp.int32),
         limits_B=jnp.asarray([n + request.max_new_tokens], jnp.int32), sampling=request.sampling,

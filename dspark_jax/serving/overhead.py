@@ -1,13 +1,19 @@
-"""What the engine adds to the jitted step: the same rounds with it and without it."""
+"""What engine and scheduler add to a round."""
 
 import dataclasses
 import statistics
+import time
 from typing import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from dspark_jax.decode import loop
+from dspark_jax.decode.state import Frame
+from dspark_jax.ladder import choose_bucket, draft_lens, make_ladder
+from dspark_jax.scheduler import schedule
+from dspark_jax.scheduler.estimator import Outcome, Signals
+from dspark_jax.scheduler.step_curve import Timings, make_step_curve
 from dspark_jax.serving.engine import Engine
 
 
@@ -57,6 +63,42 @@ def measure_overhead(engine: Engine, prompts: Sequence[Sequence[int]], *, num_ro
     engine.run()
   return Overhead(*(statistics.median(x) for x in zip(*pairs)),
                   share=statistics.median(a / b - 1 for a, b in pairs))
+
+
+def measure_scheduler(frame: Frame, batch: int, *, repeats: int = 50) -> float:
+  """Returns the milliseconds of an adaptive policy's part in a round: to plan, choose and learn.
+
+  As a program of its own, dispatch included; inside the round it can only be less.
+
+  Args:
+    frame: with a drafter and an adaptive policy.
+  """
+  G, policy, estimator = frame.proposal_len, frame.policy, frame.estimator
+  ladder = frame.ladder or make_ladder(batch, G)
+  # Any curve that rises: its numbers do not change the time.
+  curve = make_step_curve(Timings(ladder, tuple(10.0 + tokens for tokens, _ in ladder),
+                                  tuple(1.0 + n for n in draft_lens(ladder))))
+  state = schedule.init_scheduler(batch, G, policy=policy, estimator=estimator, ladder=ladder,
+                                  curve=curve)
+  logits_BxG = jax.random.normal(jax.random.key(0), (batch, G))
+  is_live_B, room_B = jnp.ones(batch, bool), jnp.full(batch, G)
+
+  @jax.jit
+  def run(state, signals):
+    plan = schedule.plan_round(policy, estimator, state, is_live_B, room_B, ladder=ladder)
+    lens_B, survival_BxG = schedule.choose_lens(
+        policy, estimator, state, plan, signals, is_live_B=is_live_B, max_lens_B=room_B,
+        ladder=ladder)
+    return schedule.learn(policy, estimator, state, plan, signals, survival_BxG,
+                          Outcome(lens_B, lens_B // 2, is_live_B), ladder=ladder,
+                          bucket=choose_bucket(ladder, lens_B, is_live_B))
+
+  times_ms = []
+  for _ in range(repeats + 1):  # the first compiles
+    start_s = time.perf_counter()
+    state = jax.block_until_ready(run(state, Signals(logits_BxG, jnp.abs(logits_BxG))))
+    times_ms.append(1e3 * (time.perf_counter() - start_s))
+  return statistics.median(times_ms[1:])
 
 
 def _time_engine(engine: Engine, num_rounds: int) -> float:

@@ -43,11 +43,6 @@ class RoundReport:
   num_accepted_B: jax.Array
 
 
-def bare_frame(frame: Frame) -> Frame:
-  """The frame of a prefill, in which schedulers play no part: methods share its program."""
-  return Frame(frame.target, frame.drafter, vocab_limit=frame.vocab_limit, dtype=frame.dtype)
-
-
 @functools.partial(jax.jit, static_argnames=("frame", "batch", "max_len", "num_stop_ids"))
 def init_slots(frame: Frame, *, batch: int, max_len: int, num_stop_ids: int) -> DecodeState:
   """Returns `batch` empty slots: requests of one token that are done.
@@ -82,7 +77,8 @@ def insert(state: DecodeState, fresh: DecodeState, slot: int) -> DecodeState:
 
   Args:
     state: DecodeState of B slots; donated. Every leaf of its drafter state has the requests first.
-    fresh: DecodeState of one request, with as many stop ids and no more cache slots than `state`.
+    fresh: DecodeState of one request, with as many stop ids and no more cache slots or drafts than
+      `state`.
   """
   # The scheduler is the engine's and keeps what it has learnt. It stays outside, so that all
   # policies share one program.

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.decode import loop
-from dspark_jax.decode.state import Frame
-from dspark_jax.serving import slots
+from dspark_jax.decode.state import Frame, init_stats
 from dspark_jax.serving.engine import Engine, EngineOptions, QueueFull
 from dspark_jax.serving.request import Request
 
@@ -169,13 +168,14 @@ def decode_alone(frame: Frame, params, request: Request,
   prompt_1xT[0, :n] = request.prompt
   stop_ids_1xE = np.full((1, E), -1, np.int32)
   stop_ids_1xE[0, :len(request.stop_ids)] = request.stop_ids
-  bare = slots.bare_frame(frame)
   state = loop.prefill(
-      bare, params, jnp.asarray(prompt_1xT), jnp.asarray([n], jnp.int32),
+      frame.for_prefill(), params, jnp.asarray(prompt_1xT), jnp.asarray([n], jnp.int32),
       limits_B=jnp.asarray([n + request.max_new_tokens], jnp.int32), sampling=request.sampling,
-      stop_ids_BxE=jnp.asarray(stop_ids_1xE), num_slots=engine_options.max_len + bare.slack)
+      stop_ids_BxE=jnp.asarray(stop_ids_1xE), num_slots=engine_options.max_len + frame.slack)
+  state = state.replace(stats=init_stats(1, frame.proposal_len))
   # No buckets: they are of the engine's batch.
-  alone = dataclasses.replace(bare, policy=frame.policy, estimator=frame.estimator)
+  alone = Frame(frame.target, frame.drafter, frame.policy, estimator=frame.estimator,
+                vocab_limit=frame.vocab_limit, dtype=frame.dtype)
   state = loop.run_rounds(alone, params, loop.attach_scheduler(alone, state),
                           jnp.int32(np.iinfo(np.int32).max))
   return np.asarray(state.tokens_BxS)[0, n:int(state.lens_B[0])].tolist()

@@ -49,6 +49,9 @@ class ScriptedProposer:
   proposal_len: int
   target_layer_ids: tuple[int, ...] = ()
 
+  def with_len(self, num_drafts):
+    return dataclasses.replace(self, proposal_len=min(num_drafts, self.proposal_len))
+
   def init_state(self, batch, num_slots):
     return jnp.full((batch,), -1, jnp.int32)
 

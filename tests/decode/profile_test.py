@@ -2,13 +2,12 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from dspark_jax.decode import profile
+from dspark_jax.ladder import make_ladder
 from dspark_jax.scheduler.policies import ConfidenceThreshold, EarlyStop, FixedLength
 from dspark_jax.scheduler.step_curve import Timings
-from dspark_jax.verification.pack import choose_bucket, make_ladder
 from tests.decode import cases
 from tests.tiny import fast_compile  # noqa: F401
 
@@ -44,16 +43,6 @@ def test_rounds_of_several_drafters_take_turns(monkeypatch):
   found = profile.compare_rounds({"a": pair, "b": pair}, 2, context_tokens=8, repeats=2)
   assert found["a"] == profile.RoundTime(pytest.approx(6), pytest.approx(7))
   assert found["b"] == profile.RoundTime(pytest.approx(8), pytest.approx(9))
-
-
-@pytest.mark.parametrize("batch, max_draft", [(1, 7), (4, 3), (32, 7), (5, 4)])
-def test_fills_reach_their_buckets(batch, max_draft):
-  """Every bucket of a default ladder is reached, and full but for rounding up."""
-  ladder = make_ladder(batch, max_draft)
-  for n, (tokens, rows) in enumerate(ladder):
-    lens, is_live = profile._fill_bucket(batch, (tokens, rows))
-    assert int(choose_bucket(ladder, lens, is_live)) == n
-    assert int(np.where(is_live, lens + 1, 0).sum()) == tokens
 
 
 def test_a_bucket_that_is_never_used_is_refused():

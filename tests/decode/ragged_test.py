@@ -9,12 +9,12 @@ import pytest
 
 from dspark_jax.decode import loop
 from dspark_jax.decode.record import record_rounds
+from dspark_jax.ladder import draft_lens
 from dspark_jax.sampling import make_sampling_params
 from dspark_jax.scheduler import schedule
 from dspark_jax.scheduler.estimator import OnlineLogistic, OnlineSts
 from dspark_jax.scheduler.policies import ConfidenceThreshold, EarlyStop, FixedLength, Lagged
 from dspark_jax.scheduler.step_curve import Timings, make_step_curve
-from dspark_jax.verification.pack import draft_lens
 from tests.decode import cases
 from tests.decode.cases import BATCH, PROMPTS
 from tests.tiny import fast_compile  # noqa: F401

@@ -10,7 +10,7 @@ from dspark_jax.scheduler.policies import EarlyStop
 from dspark_jax.scheduler.step_curve import Timings, make_step_curve
 
 LADDER = ((1, 1), (2, 2), (3, 3), (6, 3))
-POLICY = EarlyStop(may_skip_draft=False, explore_every=0)
+POLICY = EarlyStop(may_skip_draft=False, explore_every=0, fills_bucket=False)
 
 
 def make_curve():

@@ -25,9 +25,10 @@ def _full_precision():
 
 
 @functools.lru_cache
-def jit_propose(config, vocab_limit=None):
+def jit_propose(config, vocab_limit=None, num_drafts=None):
   """Prefill and one block, as (features, anchor, position, sampling, borrowed) -> Proposal."""
-  proposer, params = dspark.DSparkProposer(config, vocab_limit=vocab_limit), make_params(config)
+  proposer = dspark.DSparkProposer(config, vocab_limit=vocab_limit, num_drafts=num_drafts)
+  params = make_params(config)
 
   @jax.jit
   def run(features, anchor, positions, sampling_params, borrowed):
@@ -39,11 +40,11 @@ def jit_propose(config, vocab_limit=None):
 
 
 def propose(config, *, temperature=0.0, rows=slice(None), borrowed=None, vocab_limit=None,
-            **filters):
+            num_drafts=None, **filters):
   seeds = np.array([7, 8, 9])[rows]
   temperature = np.broadcast_to(np.asarray(temperature, np.float32), 3)[rows]
   params = sampling.make_sampling_params(len(seeds), temperature=temperature, seed=seeds, **filters)
-  return jit_propose(config, vocab_limit)(
+  return jit_propose(config, vocab_limit, num_drafts)(
       make_features(config, 3, 10)[rows], jnp.asarray(ANCHORS[rows]), jnp.asarray(POSITIONS[rows]),
       params, make_borrowed(config) if borrowed is None else borrowed)
 
@@ -64,6 +65,18 @@ def compute_forced_logits(config, tokens_BxG):
 
   logits, confidence = run(prev)
   return np.asarray(logits[:, 0]), np.asarray(confidence[:, 0])
+
+
+@pytest.mark.parametrize("config", [make_config(markov_head_type=k) for k in KINDS] + [
+    make_config(sample_from_anchor=False)])
+def test_a_short_block_is_the_start_of_a_long_one(config):
+  """The last layer, the heads and the walk end early; what they draft is the same."""
+  whole, short = propose(config, temperature=0.7), propose(config, temperature=0.7, num_drafts=1)
+  np.testing.assert_array_equal(short.tokens_BxG, whole.tokens_BxG[:, :1])
+  for name in ("draft_logits_BxGxV", "confidence_logits_BxG", "margin_BxG"):
+    np.testing.assert_allclose(getattr(short, name), getattr(whole, name)[:, :1], atol=5e-5)
+  proposer = dspark.DSparkProposer(config)
+  assert proposer.with_len(config.proposal_len) == proposer.with_len(99) == proposer
 
 
 @pytest.mark.parametrize("config", [make_config(markov_head_type=k) for k in KINDS] + [

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.decode import loop
+from dspark_jax.decode import step
 from dspark_jax.drafter.small_model import SmallModelProposer
 from dspark_jax.sampling import make_sampling_params
 from dspark_jax.scheduler.policies import ConfidenceThreshold, FixedLength
@@ -75,6 +76,21 @@ def check_same_rows(found, expected, lens_B):
   for f, e in zip(found, expected):
     for b, n in enumerate(lens_B if f.ndim == 4 else []):
       np.testing.assert_allclose(f[b, :, :n - 1], e[b, :, :n - 1], rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("kind", every.KINDS)
+def test_a_short_block_is_the_start_of_a_long_one(kind):
+  """The same drafts by the same laws with the same confidence; who cannot stop drafts them all."""
+  frame, params = every.make_pair(kind)
+  state = start(kind, PROMPTS)
+  whole, short = (jax.jit(functools.partial(step.draft, frame, num_drafts=n))(params, state)
+                  for n in (None, 2))
+  assert short.tokens_BxG.shape[1] == (frame.proposal_len if kind == "medusa" else 2)
+  np.testing.assert_array_equal(short.tokens_BxG[:, :2], whole.tokens_BxG[:, :2])
+  np.testing.assert_allclose(jax.nn.softmax(short.draft_logits_BxGxV[:, :2]),
+                             jax.nn.softmax(whole.draft_logits_BxGxV[:, :2]), atol=5e-5)
+  np.testing.assert_allclose(short.confidence_BxG[:, :2], whole.confidence_BxG[:, :2], atol=5e-5)
+  assert frame.drafter.with_len(1).proposal_len == short.tokens_BxG.shape[1] - (kind != "medusa")
 
 
 @pytest.mark.parametrize("kind", ["small-model", "eagle3"])

@@ -67,7 +67,8 @@ def test_step_curve_is_written(directories, tmp_path, capsys):
                 max_draft_len=2, context_tokens=8, repeats=1, out=str(tmp_path / "o" / "curve.txt"))
   profile_step_curve.main(config)
   table = read_table(tmp_path / "o" / "curve.txt")
-  assert list(table.timings) == [2] and table.timings[2].ladder == ((2, 1), (4, 3), (6, 3))
+  assert list(table.timings) == [2] and table.timings[2].ladder == (
+      (2, 1), (4, 2), (4, 3), (6, 3))
   assert (tmp_path / "o" / "curve_2.png").stat().st_size > 1000
   assert "2 requests: drafting" in capsys.readouterr().out
 

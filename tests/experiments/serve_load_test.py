@@ -55,6 +55,7 @@ def test_whole_load(directories, tmp_path, capsys):
   assert [r["method"] for r in result["open"]] == ["plain", "fixed 2"]
   assert [r["batch"] for r in result["closed"]][:2] == [1.0, 1.0]
   assert result["overhead"]["engine_ms"] > 0 and "bare step" in out
+  assert 0 < result["overhead"]["scheduler_ms"] < 1000 and "scheduler" in out
   assert set(result["promises"]) == {"plain", "fixed 2"} and "closed loop by users" in out
   for name in ("throughput_by_speed.png", "by_concurrency.png"):
     assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")

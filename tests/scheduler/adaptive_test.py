@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dspark_jax.ladder import draft_lens
 from dspark_jax.scheduler import policies
 from dspark_jax.scheduler.policies import EarlyStop, Lagged, Plan
 from dspark_jax.scheduler.step_curve import StepCurve, Timings, make_step_curve
-from dspark_jax.verification.pack import draft_lens
 from tests.scheduler import oracle
 
 RTOL = 3e-6  # float32 sums of up to 16 survivals and one division: 18 roundings of 6e-8, doubled
@@ -65,7 +65,7 @@ def random_survival(rng, batch, num_drafts):
 
 
 always = functools.partial(dataclasses.replace, may_skip_draft=False, explore_every=0, memory=0.0)
-EARLY, LAGGED = always(EarlyStop()), always(Lagged())
+EARLY, LAGGED = always(EarlyStop(fills_bucket=False)), always(Lagged())
 
 
 # --- worked by hand ------------------------------------------------------------------------------

@@ -113,8 +113,9 @@ class Peeking(Scheduler):
 
 
 HONEST = [
-    Scheduler(EarlyStop(may_skip_draft=False)),
-    Scheduler(Lagged(explore_every=2, explore_share=1e9), OnlineSts(half_life=4.0, prior=.5)),
+    Scheduler(EarlyStop(may_skip_draft=False, fills_bucket=False)),
+    Scheduler(Lagged(memory=0.0, explore_every=2, explore_share=1e9),
+              OnlineSts(half_life=4.0, prior=.5)),
 ]
 
 
@@ -126,7 +127,8 @@ def test_tokens_follow_the_target(scheduler):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [
-    Scheduler(EarlyStop(fills_bucket=True, explore_every=2, explore_share=1e9), OnlineLogistic(half_life=4.0)),
+    Scheduler(EarlyStop(explore_every=2, explore_share=1e9),
+              OnlineLogistic(half_life=4.0)),
     Scheduler(Lagged(memory=.5, min_draft=1, may_skip_draft=False)),
 ], ids=lambda s: type(s.policy).__name__)
 def test_tokens_follow_the_target_more(scheduler):
@@ -135,7 +137,7 @@ def test_tokens_follow_the_target_more(scheduler):
 
 
 def test_a_schedule_that_peeks_is_found_out():
-  peeking = Peeking(EarlyStop(may_skip_draft=False))
+  peeking = Peeking(EarlyStop(may_skip_draft=False, fills_bucket=False))
   assert compute_p_value(TABLES, 0.0, temperature=1.0,
                          plants={"scheduler": peeking}) < MAX_P_VALUE_OF_A_FAULT
 

@@ -9,9 +9,10 @@ import pytest
 
 from dspark_jax.decode import profile
 from dspark_jax.decode.state import Frame
+from dspark_jax.ladder import draft_lens
 from dspark_jax.scheduler.policies import ConfidenceThreshold, EarlyStop, Lagged
 from dspark_jax.scheduler.step_curve import Timings
-from dspark_jax.verification.pack import draft_lens
+from dspark_jax.serving import slots
 from dspark_jax.serving.engine import EngineOptions, QueueFull, make_buckets
 from tests.decode import cases as decode_cases
 from tests.serving import cases
@@ -93,8 +94,9 @@ def test_plain_decoding():
   assert engine.counts.num_verified == 0
 
 
-@pytest.mark.parametrize("policy", [EarlyStop(fills_bucket=True, explore_every=5, explore_share=1e9), Lagged(),
-                                    ConfidenceThreshold(0.15)])
+@pytest.mark.parametrize("policy", [
+    EarlyStop(explore_every=5, explore_share=1e9), Lagged(),
+    ConfidenceThreshold(0.15)])
 def test_policies_that_look_at_the_whole_batch(monkeypatch, tmp_path, policy):
   """Buckets, a curve that makes rows expensive, greedy requests: the tokens of their runs alone."""
   frame, params = decode_cases.make_pair()
@@ -102,7 +104,8 @@ def test_policies_that_look_at_the_whole_batch(monkeypatch, tmp_path, policy):
 
   def load_or_measure(frame, params, batch, *, name, directory):
     names.append((batch, name, directory))
-    return Timings(frame.ladder, tuple(10.0 + 4.0 * tokens for tokens, _ in frame.ladder), tuple(3.0 + n for n in draft_lens(frame.ladder)))
+    return Timings(frame.ladder, tuple(10.0 + 4.0 * tokens for tokens, _ in frame.ladder),
+                   tuple(3.0 + n for n in draft_lens(frame.ladder)))
 
   monkeypatch.setattr(profile, "load_or_measure", load_or_measure)
   jobs = [job | dict(temperature=0.0) for job in cases.make_jobs(9, seed=11)]
@@ -186,6 +189,26 @@ def test_joining_and_leaving_compiles_nothing():
     assert compiled
   finally:
     jax.monitoring.unregister_event_duration_listener(listener)
+
+
+@pytest.mark.parametrize("policy", [EarlyStop(), Lagged()])
+def test_warm_up_runs_every_shape_and_forgets_it(monkeypatch, tmp_path, policy):
+  frame, params = decode_cases.make_pair()
+  monkeypatch.setattr(profile, "load_or_measure", lambda frame, *args, **kwargs: Timings(
+      frame.ladder, tuple(10.0 + n for n, _ in frame.ladder),
+      tuple(1.0 for _ in draft_lens(frame.ladder))))
+  counts, run_round = [], slots.run_round
+
+  def spy(*args):
+    state, report = run_round(*args)
+    counts.append(np.asarray(state.scheduler.bucket_counts_N))
+    return state, report
+
+  monkeypatch.setattr(slots, "run_round", spy)
+  engine = make_engine((dataclasses.replace(frame, policy=policy), params), step_curves=tmp_path)
+  engine.warm_up()
+  assert np.sum(counts, axis=0).tolist() == [1] * len(engine.frame.ladder)
+  assert int(engine.state.scheduler.num_rounds) == 0 and bool(engine.state.is_done_B.all())
 
 
 def test_warm_up_leaves_no_trace():

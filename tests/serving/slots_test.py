@@ -58,9 +58,13 @@ def test_the_scheduler_forgets_the_last_occupant_only():
   with pytest.warns(UserWarning, match="step curve: none given to Lagged"):
     state = loop.attach_scheduler(frame, make_slots(frame))
   state = state.replace(scheduler=state.scheduler.replace(
-      num_seen_B=jnp.array([2, 2, 1]), num_rounds=jnp.int32(9)))
-  after = slots.insert(state, make_slots(frame, batch=1), 1)
-  assert after.scheduler.num_seen_B.tolist() == [2, 0, 1] and int(after.scheduler.num_rounds) == 9
+      num_drawn_B=jnp.array([3, 3, 1]), past_survival_BxG=jnp.full((3, 3), .5),
+      num_rounds=jnp.int32(9)))
+  after = slots.insert(state, make_slots(frame, batch=1), 1).scheduler
+  assert after.num_drawn_B.tolist() == [3, 0, 1] and int(after.num_rounds) == 9
+  # The new request starts with what is usual.
+  np.testing.assert_array_equal(after.past_survival_BxG, jnp.stack(
+      [jnp.full(3, .5), after.usual_survival_G, jnp.full(3, .5)]))
 
 
 def test_empty_slots_are_harmless():
