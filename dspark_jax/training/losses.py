@@ -33,7 +33,7 @@ class LossConfig:
 
   Attributes:
     loss_decay: drafts; label k has weight exp(-(k - 1) / loss_decay).
-    chunk: tokens whose logits are in memory at a time.
+    chunk: most tokens whose logits are in memory at a time.
     lk_form: 'lambda' or 'alpha'.
     weighting: 'decay', or 'dpace' for CE, TV, KL and LK. The confidence term keeps the decay; all
       of the loss is then per block, not per weighted draft, as D-PACE's author wants it

@@ -48,7 +48,7 @@ def distillation_loss(draft_hidden_NxD: jax.Array, target_hidden_NxD: jax.Array,
     target_lse_N: float32 log-normaliser of the target over the full vocabulary; None = Vd is full.
     implementation: 'auto' (on TPU a kernel for D <= 1024), 'reference', or 'pallas' (on TPU the
       kernel at any D, on GPU one for the terms); see `pallas_kernels.dispatch`.
-    chunk: tokens a step of the reference; its peak memory grows with chunk * Vd.
+    chunk: most tokens a step of the reference; its peak memory grows with chunk * Vd.
 
   Gradients flow to draft_hidden, bias_in and w2 from ce and tv. Target, LM head and accept are
   detached. The backward pass computes the laws again; `weighted_distillation_loss` does not.

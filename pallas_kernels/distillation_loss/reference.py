@@ -62,8 +62,11 @@ def _logits(x_CxD: jax.Array, w_VxD: jax.Array) -> jax.Array:
                              preferred_element_type=jnp.float32)
 
 
-def _chunk_laws(tokens: Tokens, head_VdxD, w2_VdxR):
-  """Returns (terms (ce, tv, accept, kl), the two laws) of one chunk."""
+def _chunk_laws(tokens: Tokens, head_VdxD, w2_VdxR, *, in_turn: bool):
+  """Returns (terms (ce, tv, accept, kl), the two laws) of one chunk.
+
+  `in_turn` keeps the target's logits waiting for the draft's law: two [C, Vd] buffers, not three.
+  """
   logits_CxVd = _logits(tokens.hidden_NxD, head_VdxD)
   if w2_VdxR.shape[1]:
     logits_CxVd = logits_CxVd + _logits(tokens.bias_in_NxR, w2_VdxR)
@@ -73,7 +76,12 @@ def _chunk_laws(tokens: Tokens, head_VdxD, w2_VdxR):
         jnp.where(index_C >= 0, tokens.copy_bias_N, 0.0))
   draft_lse_C = _log_sum_exp(logits_CxVd)
   draft_CxVd = jnp.exp(logits_CxVd - draft_lse_C[:, None])
-  target_logits_CxVd = _logits(tokens.target_NxD, head_VdxD)
+  target_CxD = tokens.target_NxD
+  if in_turn:
+    # Data, since XLA's CPU scheduler makes all products first even across an optimization_barrier.
+    # No term changes: a draft row without a finite normaliser has none either way.
+    target_CxD = jnp.where(jnp.isfinite(draft_lse_C)[:, None], target_CxD, jnp.nan)
+  target_logits_CxVd = _logits(target_CxD, head_VdxD)
   target_lse_C = tokens.target_lse_N
   if target_lse_C is None:
     target_lse_C = _log_sum_exp(target_logits_CxVd)
@@ -160,12 +168,20 @@ def run_chunk(tokens: Tokens, head_VdxD, w2_VdxR, d_w2_VdxR, *, with_gradients: 
 
   Gradients are None unless wanted, that of the copy bias also without copies.
   """
-  terms, laws = _chunk_laws(tokens, head_VdxD, w2_VdxR)
+  # With gradients there is a third buffer anyway, and the products may as well run side by side.
+  terms, laws = _chunk_laws(tokens, head_VdxD, w2_VdxR, in_turn=not with_gradients)
   if not with_gradients:
     return d_w2_VdxR, (terms, None, None, None)
   tokens = fold_lk(tokens, terms, lk_eta)
   *gradients, more_VdxR = _chunk_gradients(laws, tokens, head_VdxD, w2_VdxR)
   return d_w2_VdxR + more_VdxR, (terms, *gradients)
+
+
+def fit_chunk(num_tokens: int, chunk: int) -> int:
+  """Returns the size of as few chunks as `chunk` allows, evened out: little of the last is fill."""
+  num_chunks = max(-(-num_tokens // chunk), 1)
+  even = -(-num_tokens // (16 * num_chunks)) * 16
+  return max(min(chunk, num_tokens, even), 1)
 
 
 def _split(array_Nx, chunk: int, fill):
@@ -199,15 +215,15 @@ def terms_and_gradients(tokens: Tokens, lm_head_VdxD, w2_VdxR, keep_N, *, chunk:
   """Returns ((ce_N, tv_N, accept_N, kl_N), d hidden, d bias_in, d w2, d copy bias).
 
   Products are in the dtype of the hidden states, sums in float32. Terms of tokens outside keep_N
-  (bool [N]) are undefined, their gradients zero if their weights are. `run_chunk` is that of this
-  file or a kernel's of its signature.
+  (bool [N]) are undefined, their gradients zero if their weights are. A chunk has at most `chunk`
+  tokens. `run_chunk` is that of this file or a kernel's of its signature.
   """
   dtype, num_tokens = tokens.hidden_NxD.dtype, tokens.labels_N.shape[0]
   given = tokens
   tokens = tokens._replace(bias_in_NxR=tokens.bias_in_NxR.astype(dtype),
                            target_NxD=tokens.target_NxD.astype(dtype))
   head_VdxD, rows_VdxR = lm_head_VdxD.astype(dtype), w2_VdxR.astype(dtype)
-  chunk = min(chunk, max(num_tokens, 1))
+  chunk = fit_chunk(num_tokens, chunk)
   # Dropped tokens go to the end, where whole chunks of them are skipped.
   order_N = jnp.argsort(~keep_N, stable=True)
   tokens, keep_N = jax.tree.map(lambda a: a[order_N], (tokens, keep_N))

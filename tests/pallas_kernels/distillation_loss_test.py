@@ -7,6 +7,7 @@ import pytest
 from scipy import special
 
 from pallas_kernels import distillation_loss as dl
+from pallas_kernels.distillation_loss import reference
 
 # float32 rounding (6e-8) through sums over D <= 20 and Vd <= 300 terms of O(1), and exp/log of
 # logits of a few: a few 1e-6 on a term; gradients are sums over up to 40 tokens of such terms.
@@ -325,10 +326,13 @@ def test_bfloat16_inputs_give_float32_terms():
 
 
 
-
 def _temp_bytes(loss, N, Vd, D=16, R=4):
+  return _temp_bytes_forward(jax.grad(loss, (0, 1, 2)), N, Vd, D, R)
+
+
+def _temp_bytes_forward(function, N, Vd, D=16, R=4):
   shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
-  compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(
+  compiled = jax.jit(function).lower(
       shape(N, D), shape(N, R), shape(Vd, R), shape(N, D), shape(Vd, D),
       jax.ShapeDtypeStruct((N,), jnp.int32), shape(N)).compile()
   return compiled.memory_analysis().temp_size_in_bytes
@@ -344,11 +348,18 @@ def _loss_per_token(hidden, bias_in, w2, target, head, labels, weights):
   return jnp.sum(weights * (ce + tv))
 
 
-def _loss_naive(hidden, bias_in, w2, target, head, labels, weights):
+def _terms_naive(hidden, bias_in, w2, target, head, labels, weights):
   log_draft = jax.nn.log_softmax(hidden @ head.T + bias_in @ w2.T)
   tv = jnp.abs(jnp.exp(log_draft) - jax.nn.softmax(target @ head.T)).sum(-1)
-  ce = -jnp.take_along_axis(log_draft, labels[:, None], 1)[:, 0]
-  return jnp.sum(weights * (ce + tv))
+  return -jnp.take_along_axis(log_draft, labels[:, None], 1)[:, 0], tv
+
+
+def _loss_naive(hidden, bias_in, w2, target, head, labels, weights):
+  return jnp.sum(weights * sum(_terms_naive(hidden, bias_in, w2, target, head, labels, weights)))
+
+
+SMOLLM2_SIZES = dict(N=896, Vd=49_152, D=576, R=64)
+SMOLLM2_INPUT_BYTES = 4 * (896 * 576 * 2 + 49_152 * (576 + 64) + 896 * 64 + 2 * 896)
 
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary():
@@ -367,10 +378,28 @@ def test_peak_memory_of_a_training_step():
     return dl.weighted_distillation_loss(hidden, target, head, bias_in, w2, labels, weights,
                                          weights)[0]
 
-  sizes = dict(N=896, Vd=49_152, D=576, R=64)
-  inputs = 4 * (896 * 576 * 2 + 49_152 * (576 + 64) + 896 * 64)
+  inputs, sizes = SMOLLM2_INPUT_BYTES, SMOLLM2_SIZES
   peak = lambda f: inputs + _temp_bytes(f, **sizes)
   assert peak(loss) < 0.3 * peak(_loss_naive)
+
+
+def test_peak_memory_of_the_terms_alone():
+  # Two buffers [128, 49_152] of 25 MB: the draft's logits, then the target's, never the bias too.
+  def terms(hidden, bias_in, w2, target, head, labels, weights):
+    return dl.distillation_loss(hidden, target, head, bias_in, w2, labels)[:2]
+
+  temporaries = _temp_bytes_forward(terms, **SMOLLM2_SIZES)
+  assert 2 * 128 * 49_152 * 4 <= temporaries < 2.5 * 128 * 49_152 * 4
+  naive = _temp_bytes_forward(_terms_naive, **SMOLLM2_SIZES)
+  assert SMOLLM2_INPUT_BYTES + temporaries < 0.3 * (SMOLLM2_INPUT_BYTES + naive)
+
+
+@pytest.mark.parametrize("num_tokens, chunk, expected", [
+    (896, 256, 224), (896, 128, 128), (300, 128, 112), (37, 8, 8), (37, 64, 37), (257, 256, 144),
+    (0, 128, 1)])
+def test_chunks_are_even(num_tokens, chunk, expected):
+  # Multiples of 16 that need as many chunks as the largest would.
+  assert reference.fit_chunk(num_tokens, chunk) == expected
 
 
 @pytest.mark.parametrize("V, chunk", [(300, 64), (128, 4096), (256, 256)])
