@@ -271,7 +271,7 @@ class Engine:
     for n, shape in enumerate(frame.ladder):
       # Only this shape is cheap, every draft pays, and each request has room for its part of it.
       lens_B, is_live_B = fill_shape(batch, shape)
-      dear_N = jnp.where(jnp.arange(len(frame.ladder)) == n, 1.0, 1e6)
+      dear_N = jnp.full(len(frame.ladder), 1e6, jnp.float32).at[n].set(1.0)
       state = self._make_state()
       yield state.replace(
           is_done_B=~is_live_B, limits_B=state.lens_B + 1 + lens_B,

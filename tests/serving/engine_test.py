@@ -173,13 +173,14 @@ def test_dispatching_reads_nothing(monkeypatch):
 
 
 def test_joining_and_leaving_compiles_nothing():
+  jobs = cases.standard_jobs()[0]  # decodes them alone, the first time
   engine = make_engine()
   engine.warm_up()
   compiled = []
   listener = lambda name, seconds, **kwargs: compiled.append(name) if "compile" in name else None
   jax.monitoring.register_event_duration_secs_listener(listener)
   try:
-    requests = [engine.submit(**job) for job in cases.standard_jobs()[0]]
+    requests = [engine.submit(**job) for job in jobs]
     for _ in range(6):
       engine.step()
     engine.cancel(next(r for r in requests if not r.is_done))
@@ -205,10 +206,14 @@ def test_warm_up_runs_every_shape_and_forgets_it(monkeypatch, tmp_path, policy):
     return state, report
 
   monkeypatch.setattr(slots, "run_round", spy)
+  num_programs = run_round._cache_size()
   engine = make_engine((dataclasses.replace(frame, policy=policy), params), step_curves=tmp_path)
   engine.warm_up()
   assert np.sum(counts, axis=0).tolist() == [1] * len(engine.frame.ladder)
   assert int(engine.state.scheduler.num_rounds) == 0 and bool(engine.state.is_done_B.all())
+  engine.submit([1, 2, 3], max_new_tokens=12)
+  engine.run()
+  assert run_round._cache_size() == num_programs + 1  # what was run is what serves
 
 
 def test_warm_up_leaves_no_trace():
