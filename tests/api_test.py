@@ -128,7 +128,8 @@ def test_seeds(model):
 def test_policies(model):
   short = model.with_policy(max_draft_len=2)
   assert short.frame.policy.length == 2
-  assert short.generate(PROMPT, max_new_tokens=20, stop_ids=[]).num_verified[2:] == [0, 0]
+  # What is never verified is not drafted either.
+  assert len(short.generate(PROMPT, max_new_tokens=20, stop_ids=[]).num_verified) == 2
   assert short.target is model.target and model.frame.policy.length == 4
   never = model.with_policy(confidence_threshold=1.0, max_draft_len=3)
   expected = model.generate(PROMPT, max_new_tokens=20, stop_ids=[])
