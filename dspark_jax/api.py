@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import pathlib
 import time
 from typing import Any, Iterator, Sequence
@@ -222,11 +223,19 @@ class DSpark:
   def warm_up(self, prompts, *, is_speculative: bool = True, **options) -> float:
     """Compiles what `generate` will run for prompts and options of these lengths.
 
-    Runs the prefill and one round. Returns seconds.
+    Runs the prefill and one round; under an adaptive policy one in each shape of its ladder.
+    Returns seconds.
     """
+    start_s = time.perf_counter()
     call = self._start(prompts if _is_batch(prompts) else [prompts], is_speculative, options)
-    call.run(1)
-    return call.seconds
+    if call.state.scheduler is None or call.state.scheduler.curve is None:
+      call.run(1)
+    else:
+      fresh = functools.partial(jax.tree.map, jnp.copy, call.state)  # a round donates its state
+      for state in loop.lead_through_shapes(call.frame, fresh):
+        call.state = state
+        call.run(1)
+    return time.perf_counter() - start_s
 
   def _start(self, prompts: Sequence, is_speculative: bool, options: dict[str, Any]) -> "_Call":
     start_s = time.perf_counter()

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Ladder = tuple[tuple[int, int], ...]
+Shape = tuple[int, int]
+Ladder = tuple[Shape, ...]
 
 
 def make_ladder(batch: int, max_draft: int) -> Ladder:

@@ -7,6 +7,7 @@ import pytest
 import safetensors.numpy
 
 from dspark_jax.api import DSpark, find_drafter
+from dspark_jax.decode import loop
 from dspark_jax.interop.load import load_target
 from dspark_jax.scheduler import policies
 from tests import tiny
@@ -309,5 +310,16 @@ def test_an_adaptive_policy_measures_its_step_curve_once(directories, tmp_path, 
   before = path.stat().st_mtime_ns
   adaptive.generate("b?", max_new_tokens=8, stop_ids=[])
   assert list(tmp_path.iterdir()) == [path] and path.stat().st_mtime_ns == before
+  # Warming up runs every shape of the ladder once.
+  counts, run_rounds = [], loop.run_rounds
+
+  def spy(*args):
+    state = run_rounds(*args)
+    counts.append(np.asarray(state.scheduler.bucket_counts_N))
+    return state
+
+  monkeypatch.setattr(loop, "run_rounds", spy)
+  adaptive.warm_up("a?", max_new_tokens=8, stop_ids=[])
+  assert len(counts) > 1 and np.array_equal(counts, np.eye(len(counts)))
   with pytest.raises(ValueError, match="policy: found together with max_draft_len"):
     model.with_policy(policies.EarlyStop(), max_draft_len=2)

@@ -1,7 +1,7 @@
 """Prefill and the generation loop: one jit each, nothing on the host between rounds."""
 
 import functools
-from typing import Sequence
+from typing import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 from dspark_jax import kv_cache
 from dspark_jax.decode.state import PAD, DecodeState, Frame, init_stats
 from dspark_jax.decode.step import speculate_step
+from dspark_jax.ladder import fill_shape
 from dspark_jax.sampling import SamplingParams, law_logits, sample
 from dspark_jax.scheduler import policies
 from dspark_jax.scheduler.schedule import init_scheduler
@@ -101,6 +102,29 @@ def attach_scheduler(frame: Frame, state: DecodeState,
   return state.replace(scheduler=init_scheduler(
       state.lens_B.shape[0], frame.proposal_len, policy=frame.policy, estimator=frame.estimator,
       ladder=frame.ladder, curve=curve))
+
+
+def lead_through_shapes(frame: Frame, make_state: Callable[[], DecodeState]
+                        ) -> Iterator[DecodeState]:
+  """Yields states whose next round runs in each shape of the frame's ladder, one after another.
+
+  For warming up: a shape that never ran costs half a second at its first round on a CPU.
+
+  Args:
+    frame: with an adaptive policy.
+    make_state: makes a state with a curve, whose requests lie anywhere; it is made to choose.
+  """
+  for n, shape in enumerate(frame.ladder):
+    # Only this shape is cheap, every draft pays, and each request has room for its part of it.
+    state = make_state()
+    curve, batch = state.scheduler.curve, state.lens_B.shape[0]
+    lens_B, is_live_B = fill_shape(batch, shape)
+    dear_N = jnp.full(len(frame.ladder), 1e6, jnp.float32).at[n].set(1.0)
+    yield state.replace(
+        is_done_B=~is_live_B, limits_B=state.lens_B + 1 + lens_B,
+        scheduler=state.scheduler.replace(curve=curve.replace(
+            verify_ms_N=dear_N, draft_ms_D=jnp.zeros_like(curve.draft_ms_D),
+            steps_per_ms_DxC=jnp.ones_like(curve.steps_per_ms_DxC))))
 
 
 def start(frame: Frame, params, prompts: Sequence[Sequence[int]], *,

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import ladder as ladder_lib
-from dspark_jax.decode import judge as judge_lib
 from dspark_jax.decode import loop
 from dspark_jax.decode import step as step_lib
 from dspark_jax.decode.state import DecodeState, Frame
@@ -167,9 +166,7 @@ def _compile_parts(frame: Frame) -> tuple[Callable, Callable]:
   leaves lengths as they were, and donates its state."""
   def verify(params, state, proposal, lens_B, is_live_B):
     live = state.replace(is_done_B=~is_live_B)
-    verified, bucket = judge_lib.judge(frame, params, live, proposal, lens_B,
-                                       step_lib.find_anchors(state))
-    after = step_lib.commit(frame, params, live, proposal, lens_B, verified)
+    after, _, bucket = step_lib.judge_and_commit(frame, params, live, proposal, lens_B)
     # Every run starts from the same lengths.
     return after.replace(lens_B=state.lens_B, is_done_B=state.is_done_B), bucket
 

@@ -11,13 +11,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dspark_jax import ladder as ladder_lib
 from dspark_jax.decode import judge as judge_lib
 from dspark_jax.decode.state import DecodeState, Frame, RoundStats
-from dspark_jax.ladder import draft_lens
 from dspark_jax.scheduler import policies
 from dspark_jax.scheduler import schedule as schedule_lib
 from dspark_jax.scheduler.estimator import Outcome, Signals
-from dspark_jax.types import Proposal
+from dspark_jax.types import Proposal, Verdict
 from dspark_jax.verification import commit as commit_lib
 
 
@@ -45,12 +45,9 @@ def run_round(frame: Frame, params, state: DecodeState) -> tuple[DecodeState, Ro
   plan = plan_round(frame, state)
   proposal = propose(frame, params, state, plan)
   verify_lens_B, survival_BxG = schedule(frame, state, proposal, plan)
-  verified, bucket = judge_lib.judge(frame, params, state, proposal, verify_lens_B,
-                                     find_anchors(state))
-  after = commit(frame, params, state, proposal, verify_lens_B, verified)
+  after, verdict, bucket = judge_and_commit(frame, params, state, proposal, verify_lens_B)
 
-  outcome = Outcome(verify_lens_B, verified.verdict.num_accepted_B,
-                    ~state.is_done_B & verified.verdict.is_valid_B)
+  outcome = Outcome(verify_lens_B, verdict.num_accepted_B, ~state.is_done_B & verdict.is_valid_B)
   signals = Signals(proposal.confidence_logits_BxG, proposal.margin_BxG)
   if state.scheduler is not None:
     after = after.replace(scheduler=schedule_lib.learn(
@@ -85,7 +82,7 @@ def propose(frame: Frame, params, state: DecodeState,
     return jax.tree.map(lambda x, zeros: zeros.at[:, :num_drafts].set(x[:, :num_drafts]), found,
                         nothing)
 
-  lens = draft_lens(frame.ladder)
+  lens = ladder_lib.draft_lens(frame.ladder)
   return jax.lax.switch(plan.draft_choice, [lambda: nothing] + [
       functools.partial(draft_first, n) for n in lens])
 
@@ -119,6 +116,41 @@ def schedule(frame: Frame, state: DecodeState, proposal: Proposal,
       max_lens_B=count_room(state), ladder=frame.ladder)
 
 
+def judge_and_commit(frame: Frame, params, state: DecodeState, proposal: Proposal,
+                     verify_lens_B: jax.Array) -> tuple[DecodeState, Verdict, jax.Array | None]:
+  """Verifies, accepts and commits, in the one rectangle or in the bucket that holds the lengths.
+
+  Returns:
+    (state after the round, Verdict, int32 [] index of the bucket; None without a ladder).
+  """
+  batch = state.lens_B.shape[0]
+  width = policies.max_verify_len(frame.policy, frame.proposal_len)
+  anchor_B = find_anchors(state)
+
+  def run(shape, state):
+    shape = shape[0], min(shape[1], width + 1)
+    verified = judge_lib.judge(frame, params, state, proposal, verify_lens_B, anchor_B, shape)
+    after = commit(frame, params, state, proposal, verify_lens_B, verified)
+    return after, verified.verdict
+
+  if frame.ladder is None:
+    return *run((batch * (width + 1), width + 1), state), None
+  ladder_lib.check_ladder(frame.ladder, batch, width)
+  bucket = ladder_lib.choose_bucket(frame.ladder, verify_lens_B, ~state.is_done_B)
+  # Not a `lax.switch`: its branches would copy the caches, where a loop writes them in place.
+  shapes = jax.eval_shape(functools.partial(run, frame.ladder[0]), state)[1]
+  carry = state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  for n, shape in enumerate(frame.ladder):
+    carry = _run_if(bucket == n, lambda carry, s=shape: run(s, carry[0]), carry)
+  return *carry, bucket
+
+
+def _run_if(is_wanted: jax.Array, run, carry):
+  """Returns run(carry) or carry: a loop of one turn, or of none."""
+  return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), run(c[1])),
+                            (is_wanted, carry))[1]
+
+
 def commit(frame: Frame, params, state: DecodeState, proposal: Proposal, verify_lens_B,
            verified: judge_lib.Verified) -> DecodeState:
   """Appends the accepted tokens, their cache rows and features; decides who is done."""
@@ -127,7 +159,9 @@ def commit(frame: Frame, params, state: DecodeState, proposal: Proposal, verify_
       state.tokens_BxS, state.lens_B, proposal.tokens_BxG, verdict, limits_B=state.limits_B,
       stop_ids_BxE=state.stop_ids_BxE, is_done_B=state.is_done_B)
   # Cache and drafter write all W rows; those beyond the committed tokens are dead (kv_cache.py).
-  starts_B = state.lens_B - 1
+  # The verdict comes after all reading of the cache: writes that wait for it need no copy of what
+  # is still to be read (the last layer's rows are there before its attention has run).
+  starts_B = jnp.where(verdict.num_accepted_B >= 0, state.lens_B - 1, 0)
   drafter_state = state.drafter
   if frame.drafter is not None:
     if verified.drafter_rows is not None:

@@ -26,7 +26,6 @@ import numpy as np
 from dspark_jax.decode import loop
 from dspark_jax.decode import profile
 from dspark_jax.decode.state import PAD, DecodeState, Frame
-from dspark_jax.ladder import fill_shape
 from dspark_jax.sampling import SamplingParams, make_sampling_params
 from dspark_jax.serving import slots
 from dspark_jax.serving.request import Request
@@ -261,23 +260,11 @@ class Engine:
 
   def _rounds_to_run(self) -> Iterator[DecodeState]:
     """States whose next round runs in each shape; one state where the shape is none's choice."""
-    frame, batch = self.frame, self.options.batch
+    if self._curve is not None:
+      return loop.lead_through_shapes(self.frame, self._make_state)
     state = self._make_state()
-    if self._curve is None:
-      yield state.replace(is_done_B=jnp.zeros(batch, bool),
-                          limits_B=state.lens_B + 1 + frame.proposal_len)
-      return
-    curve = state.scheduler.curve
-    for n, shape in enumerate(frame.ladder):
-      # Only this shape is cheap, every draft pays, and each request has room for its part of it.
-      lens_B, is_live_B = fill_shape(batch, shape)
-      dear_N = jnp.full(len(frame.ladder), 1e6, jnp.float32).at[n].set(1.0)
-      state = self._make_state()
-      yield state.replace(
-          is_done_B=~is_live_B, limits_B=state.lens_B + 1 + lens_B,
-          scheduler=state.scheduler.replace(curve=curve.replace(
-              verify_ms_N=dear_N, draft_ms_D=jnp.zeros_like(curve.draft_ms_D),
-              steps_per_ms_DxC=jnp.ones_like(curve.steps_per_ms_DxC))))
+    return iter([state.replace(is_done_B=jnp.zeros(self.options.batch, bool),
+                               limits_B=state.lens_B + 1 + self.frame.proposal_len)])
 
   # --- what a step does ------------------------------------------------------------------------
 

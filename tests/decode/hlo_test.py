@@ -1,7 +1,8 @@
 """What XLA makes of the generation loop: no copy of the cache in every layer and round.
 
 The cache is the state's largest part by far, and a copy of it a round is memory traffic that plain
-decoding does not have. Which form of update avoids it was found by trying: `kv_cache.write_rows`.
+decoding does not have. Writing must be known to come after all reading (`decode.step.commit`), and
+which form of update avoids the rest was found by trying (`kv_cache.write_rows`).
 """
 
 import re
@@ -44,21 +45,20 @@ def count_cache_copies(batch: int, **ragged) -> int:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_rounds_copy_no_layer_of_the_cache(batch):
-  """On CPU 4 copies of one layer's arrays remain, whatever the number of layers."""
-  assert count_cache_copies(batch) <= 4
+  assert count_cache_copies(batch) == 0
 
 
 def test_buckets_copy_no_layer_of_the_cache():
-  """Branches of the switch read the caches and return the new rows alone."""
+  """Each bucket is a loop of one turn or none, which writes in place."""
   ladder = ((4, 1), (8, 3), (12, 3))
-  assert count_cache_copies(4, policy=policies.ConfidenceThreshold(0.5), ladder=ladder) <= 4
+  assert count_cache_copies(4, policy=policies.ConfidenceThreshold(0.5), ladder=ladder) == 0
 
 
 def test_the_count_sees_copies(monkeypatch):
-  """The obvious way to commit, one batched update, copies all 16 arrays in and out."""
+  """One batched update, which need not wait for the verdict, copies all 16 arrays in and out."""
   def write_rows(cache, rows, starts_B):
     write = jax.vmap(lambda old, new, s: jax.lax.dynamic_update_slice(old, new, (0, s, 0)))
-    return jax.tree.map(lambda old, new: write(old, new, starts_B), cache, rows)
+    return jax.tree.map(lambda old, new: write(old, new, jnp.arange(len(starts_B))), cache, rows)
 
   loop.run_rounds.clear_cache()
   monkeypatch.setattr(commit_lib, "commit_rows", write_rows)
