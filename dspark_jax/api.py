@@ -128,9 +128,10 @@ class DSpark:
     Args:
       policy: any of `scheduler.policies`; None = what the two numbers say, as for `DSpark`. An
         adaptive one measures the step curve when a batch size is first run on this machine.
-      estimator: of `scheduler.estimator`; None = the trained confidence head, with the
-        temperatures of `experiments/calibrate.py` where they lie beside the drafter and the policy
-        is adaptive.
+      estimator: of `scheduler.estimator`; None = the trained confidence head. An adaptive policy
+        starts with that head, with the temperatures of `experiments/calibrate.py` where they lie
+        beside the drafter, and refits it online, together with the margin: prompts differ from
+        those that it was trained and calibrated on.
     """
     if self.frame.drafter is None:
       raise ValueError("draft_model: found none, expected a drafter to set a policy for")
@@ -145,18 +146,18 @@ class DSpark:
       other.frame = dataclasses.replace(self.frame, policy=policy,
                                         drafter=self.proposer.with_len(max(num_drafts, 1)))
     if policies.is_adaptive(policy) and estimator is None:
-      estimator = self._calibrated_head(other.frame.proposal_len)
+      estimator = self._refitted_head(other.frame.proposal_len)
     other.frame = dataclasses.replace(other.frame, estimator=estimator)
     return other
 
-  def _calibrated_head(self, num_drafts: int) -> estimators.TrainedHead:
+  def _refitted_head(self, num_drafts: int) -> estimators.OnlineLogistic:
     if not self.proposer.has_confidence:
       raise ValueError("estimator: found none with a drafter that has no confidence head, expected "
                        "one that needs none (scheduler.estimator.OnlineLogistic)")
-    if not (self.drafter_directory / calibration.FILE).is_file():
-      return estimators.TrainedHead()
-    temperatures = calibration.load_sts(self.drafter_directory, self.proposer.proposal_len)
-    return estimators.TrainedHead(temperatures[:num_drafts])
+    temperatures = (1.0,) * self.proposer.proposal_len
+    if (self.drafter_directory / calibration.FILE).is_file():
+      temperatures = calibration.load_sts(self.drafter_directory, self.proposer.proposal_len)
+    return estimators.OnlineLogistic(uses_head=True, temperatures=tuple(temperatures[:num_drafts]))
 
   def encode(self, prompt, *, is_raw: bool = False) -> list[int]:
     """Token ids of a prompt: text (a user's message, or as it is with `is_raw`), messages, ids."""

@@ -29,6 +29,8 @@ def make_estimators(temperatures, half_life: float) -> dict:
       "head + online STS": OnlineSts(temperatures, half_life=half_life),
       "margin, online": OnlineLogistic(half_life=half_life),
       "margin + head, online": OnlineLogistic(uses_head=True, half_life=half_life),
+      "margin + head + STS, online": OnlineLogistic(uses_head=True, temperatures=temperatures,
+                                                    half_life=half_life),
       "oracle": Oracle()}
 
 

@@ -117,11 +117,13 @@ class OnlineLogistic:
   Attributes:
     uses_margin, uses_head: the features, beside a constant; `uses_head` is the trained head's
       logit, with slope 1 to start with (0.5 beside the margin).
+    temperatures: of STS; with them it starts as the calibrated head, and the margin with slope 0.
     half_life: records after which a record counts half.
     prior: records that the starting weights count for.
   """
   uses_margin: bool = True
   uses_head: bool = False
+  temperatures: tuple[float, ...] | None = None
   half_life: float = 512.0
   prior: float = 16.0
 
@@ -131,11 +133,12 @@ class OnlineLogistic:
     _check_positive(half_life=self.half_life, prior=self.prior)
     if not (self.uses_margin or self.uses_head):
       raise ValueError("uses_margin: found false with uses_head false, expected a feature")
+    if self.temperatures is not None and not self.uses_head:
+      raise ValueError("temperatures: found some with uses_head false, expected None")
 
   def init(self, proposal_len: int) -> LogisticState:
-    weights_F, precision_FxF = self._prior()
-    return LogisticState(jnp.tile(weights_F[None], (proposal_len, 1)),
-                         jnp.tile(precision_FxF[None], (proposal_len, 1, 1)))
+    weights_GxF, precision_FxF = self._prior(proposal_len)
+    return LogisticState(weights_GxF, jnp.tile(precision_FxF[None], (proposal_len, 1, 1)))
 
   def estimate(self, state, signals: Signals) -> jax.Array:
     features_BxGxF, _ = self._features(signals)
@@ -151,7 +154,7 @@ class OnlineLogistic:
     weight_BxG = is_seen_BxG.astype(jnp.float32)
     p_BxG = jax.nn.sigmoid(jnp.sum(x_BxGxF * state.weights_GxF[None], axis=-1))
     kept_G = jnp.exp2(-weight_BxG.sum(axis=0) / self.half_life)
-    prior_F, prior_FxF = self._prior()
+    prior_GxF, prior_FxF = self._prior(x_BxGxF.shape[1])
     forgotten_Gx1x1 = (1.0 - kept_G)[:, None, None]
     curvature_GxFxF = jnp.einsum("bg,bgf,bgh->gfh", weight_BxG * p_BxG * (1 - p_BxG), x_BxGxF,
                                  x_BxGxF)
@@ -159,7 +162,7 @@ class OnlineLogistic:
                        + forgotten_Gx1x1 * prior_FxF[None] + curvature_GxFxF)
     gradient_GxF = jnp.einsum("bg,bgf->gf", weight_BxG * (outcome_BxG - p_BxG), x_BxGxF)
     gradient_GxF += jnp.einsum("gfh,gh->gf", forgotten_Gx1x1 * prior_FxF[None],
-                               prior_F[None] - state.weights_GxF)
+                               prior_GxF - state.weights_GxF)
     step_GxF = _solve(precision_GxFxF, gradient_GxF)
     return LogisticState(state.weights_GxF + step_GxF, precision_GxFxF)
 
@@ -178,14 +181,22 @@ class OnlineLogistic:
     clean = [jnp.where(c == c, jnp.clip(c, -LIMIT, LIMIT), -LIMIT) for c in columns]
     return jnp.stack([jnp.ones_like(clean[0])] + clean, axis=-1), is_number_BxG
 
-  def _prior(self) -> tuple[jax.Array, jax.Array]:
-    """Starting weights [F] and their precision [F, F]; features vary by about 3."""
-    share = 0.5 if self.uses_margin and self.uses_head else 1.0
-    weights = [-1.0 * share if self.uses_margin else 0.0]
-    weights += [0.5 * share] * self.uses_margin + [share] * self.uses_head
-    scale = np.array([1.0] + [9.0] * (self.uses_margin + self.uses_head))
-    return (jnp.asarray(weights, jnp.float32),
-            jnp.asarray(np.diag(self.prior * 0.25 * scale), jnp.float32))
+  def _prior(self, proposal_len: int) -> tuple[jax.Array, jax.Array]:
+    """Starting weights [G, F] and their precision [F, F]; features vary by about 3."""
+    num_features = 1 + self.uses_margin + self.uses_head
+    weights_GxF = np.zeros((proposal_len, num_features), np.float32)
+    if self.temperatures is not None:
+      weights_GxF[:, -1] = 1.0 / np.asarray(calibration.check_temperatures(
+          self.temperatures, proposal_len))
+    else:
+      share = 0.5 if self.uses_margin and self.uses_head else 1.0
+      if self.uses_margin:
+        weights_GxF[:, 0], weights_GxF[:, 1] = -share, 0.5 * share
+      if self.uses_head:
+        weights_GxF[:, -1] = share
+    scale_F = np.array([1.0] + [9.0] * (num_features - 1))
+    return (jnp.asarray(weights_GxF),
+            jnp.asarray(np.diag(self.prior * 0.25 * scale_F), jnp.float32))
 
 
 Estimator = TrainedHead | OnlineSts | OnlineLogistic

@@ -10,7 +10,7 @@ from configs import profile_step_curve as profile_config
 from configs import study_estimators as study_config
 from dspark_jax.api import DSpark
 from dspark_jax.scheduler.calibration import load_sts
-from dspark_jax.scheduler.estimator import TrainedHead
+from dspark_jax.scheduler.estimator import OnlineLogistic
 from dspark_jax.scheduler.policies import EarlyStop
 from dspark_jax.scheduler.step_table import read_table
 from experiments import (_cli, _records, bench_schedule, calibrate, profile_step_curve,
@@ -58,7 +58,8 @@ def test_calibrate_writes_what_a_model_reads(directories, tmp_path, capsys):
   assert content["model"].startswith("target + drafter") and "jax" in content["versions"]
   assert (directories[1] / "reliability.png").stat().st_size > 1000
   model = DSpark(*map(str, directories)).with_policy(EarlyStop())
-  assert model.frame.estimator == TrainedHead(load_sts(directories[1], 4))
+  assert model.frame.estimator == OnlineLogistic(
+      uses_head=True, temperatures=load_sts(directories[1], 4))
 
 
 def test_step_curve_is_written(directories, tmp_path, capsys):

@@ -11,7 +11,8 @@ from dspark_jax.scheduler.estimator import (OnlineLogistic, OnlineSts, Outcome, 
 from dspark_jax.scheduler.survival import average_survival, compute_survival
 
 EVERY = [TrainedHead(), TrainedHead((2.0, 1.0, 0.5)), OnlineSts(), OnlineLogistic(),
-         OnlineLogistic(uses_head=True), OnlineLogistic(uses_margin=False, uses_head=True)]
+         OnlineLogistic(uses_head=True), OnlineLogistic(uses_margin=False, uses_head=True),
+         OnlineLogistic(uses_head=True, temperatures=(2.0, 1.0, 0.5))]
 
 
 def make_signals(logits, margin=None):
@@ -25,6 +26,17 @@ def test_head_with_temperatures():
   np.testing.assert_allclose(found, [[1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))]], rtol=1e-6)
   with pytest.raises(ValueError, match="expected 3 numbers"):
     estimator.init(3)
+
+
+@pytest.mark.parametrize("uses_margin", [True, False])
+def test_refitting_starts_at_the_calibrated_head(uses_margin):
+  temperatures, signals = (2.0, 1.0, 0.5), make_signals([[2.0, -1.0, 3.0]], [[9.0, 1.0, 4.0]])
+  found, expected = (e.estimate(e.init(3), signals) for e in (
+      OnlineLogistic(uses_margin=uses_margin, uses_head=True, temperatures=temperatures),
+      TrainedHead(temperatures)))
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  with pytest.raises(ValueError, match="temperatures: found some with uses_head false"):
+    OnlineLogistic(temperatures=temperatures)
 
 
 @pytest.mark.parametrize("estimator", EVERY, ids=str)
