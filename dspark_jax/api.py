@@ -256,11 +256,13 @@ class DSpark:
     frame, params = self.frame, self.params
     if not is_speculative:
       frame, params = self.plain_frame, {"target": self.target.params}
-    frame, curve = profile.prepare_batch(frame, params, len(ids), directory=self.step_curves,
-                                         name=self.name)
-    state = loop.start(frame, params, ids, curve=curve,
-                       max_new_tokens=_count_new_tokens(ids, options),
-                       sampling=sampling, stop_ids=stop_ids, max_slots=self.max_slots)
+    state = loop.start_requests(
+        frame, params, ids, max_new_tokens=_count_new_tokens(ids, options), sampling=sampling,
+        stop_ids=stop_ids, max_slots=self.max_slots)
+    frame, curve = profile.prepare_batch(
+        frame, params, len(ids), directory=self.step_curves, name=self.name,
+        make_state=lambda: jax.tree.map(jnp.copy, state))
+    state = loop.attach_scheduler(frame, state, curve)
     return _Call(frame, params, jax.block_until_ready(state), ids, start_s)
 
   @property

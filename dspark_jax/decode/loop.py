@@ -90,6 +90,11 @@ def run_rounds(frame: Frame, params, state: DecodeState, max_rounds: jax.Array) 
   return jax.lax.while_loop(is_open, body, (state, jnp.int32(0)))[0]
 
 
+def run_one_round(frame: Frame, params, state: DecodeState) -> DecodeState:
+  """`run_rounds` of one round, or none where every request is done."""
+  return run_rounds(frame, params, state, jnp.int32(1))
+
+
 def attach_scheduler(frame: Frame, state: DecodeState,
                      curve: StepCurve | None = None) -> DecodeState:
   """Returns the state with a scheduler, where the frame has a use for one.
@@ -131,6 +136,21 @@ def start(frame: Frame, params, prompts: Sequence[Sequence[int]], *,
           max_new_tokens: int | Sequence[int], sampling: SamplingParams,
           stop_ids: Sequence[int] | Sequence[Sequence[int]] = (),
           max_slots: int | None = None, curve: StepCurve | None = None) -> DecodeState:
+  """`start_requests`, with the scheduler that the frame has a use for.
+
+  Args:
+    curve: measured for this batch size and `frame.ladder` (`decode.profile`), for policies that
+      schedule by it.
+  """
+  return attach_scheduler(frame, start_requests(
+      frame, params, prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids,
+      max_slots=max_slots), curve)
+
+
+def start_requests(frame: Frame, params, prompts: Sequence[Sequence[int]], *,
+                   max_new_tokens: int | Sequence[int], sampling: SamplingParams,
+                   stop_ids: Sequence[int] | Sequence[Sequence[int]] = (),
+                   max_slots: int | None = None) -> DecodeState:
   """Checks a batch of prompts, pads it, and prefills.
 
   Args:
@@ -139,8 +159,6 @@ def start(frame: Frame, params, prompts: Sequence[Sequence[int]], *,
     stop_ids: one list for all, or one list a request.
     max_slots: longest prompt + new tokens that a request may have (cache size); None = no bound
       beyond the target's max_position_embeddings.
-    curve: measured for this batch size and `frame.ladder` (`decode.profile`), for policies that
-      schedule by it.
 
   Raises:
     ValueError: empty prompt, id outside the vocabulary, max_new_tokens < 1, prompt too long.
@@ -159,8 +177,7 @@ def start(frame: Frame, params, prompts: Sequence[Sequence[int]], *,
   state = prefill(frame.for_prefill(), params, jnp.asarray(padded), jnp.asarray(lens),
                   limits_B=jnp.asarray(limits), sampling=sampling,
                   stop_ids_BxE=pad_stop_ids(stop_ids, batch), num_slots=num_slots)
-  state = state.replace(stats=init_stats(batch, frame.proposal_len))
-  return attach_scheduler(frame, state, curve)
+  return state.replace(stats=init_stats(batch, frame.proposal_len))
 
 
 def generate(frame: Frame, params, prompts: Sequence[Sequence[int]], **kwargs) -> DecodeState:

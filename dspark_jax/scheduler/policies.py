@@ -136,6 +136,15 @@ def max_verify_len(policy: Policy | None, proposal_len: int) -> int:
   return min(policy.length, proposal_len)
 
 
+def make_leadable(policy: Policy | None) -> Policy:
+  """Returns an adaptive policy of the same width that any curve can send into any bucket."""
+  if isinstance(policy, EarlyStop):
+    return dataclasses.replace(policy, min_draft=0, may_skip_draft=True, fills_bucket=True)
+  if isinstance(policy, Lagged):
+    return dataclasses.replace(policy, min_draft=0, may_skip_draft=True)
+  return EarlyStop(max_draft=None if policy is None else policy.length)
+
+
 def choose_verify_lens(policy: Policy | None, confidence_BxG: jax.Array) -> jax.Array:
   """Returns int32 [B] verify lengths in 0..G of a policy that needs no step curve.
 

@@ -127,14 +127,14 @@ class Engine:
     bound = frame.target.max_position_embeddings
     if options.max_len > bound:
       raise ValueError(f"max_len: found {options.max_len}, expected at most the target's {bound}")
-    curve = None
-    if step_curves is not None:
-      frame, curve = profile.prepare_batch(frame, params, options.batch, name=name,
-                                           directory=step_curves)
     self.frame, self.params, self.options, self.counts = frame, params, options, Counts()
     self.clock, self._on_event = clock, on_event or (lambda kind, index: None)
     self._num_stop_ids = loop.round_up(options.max_stop_ids, loop.STOP_BUCKET)
-    self._curve = curve
+    self._curve = None
+    if step_curves is not None:
+      self.frame, self._curve = profile.prepare_batch(
+          frame, params, options.batch, name=name, directory=step_curves,
+          make_state=self._make_slots, run=_run_one_round)
     self.state = self._make_state()
     self._slots: list[Request | None] = [None] * options.batch
     self._queue: collections.deque[Request] = collections.deque()
@@ -253,10 +253,12 @@ class Engine:
 
   def _make_state(self) -> DecodeState:
     """Empty slots, and a scheduler that knows nothing yet."""
-    state = slots.init_slots(self.frame, batch=self.options.batch, max_len=self.options.max_len,
-                             num_stop_ids=self._num_stop_ids)
     curve = jax.tree.map(jnp.copy, self._curve)  # a round donates its state, with all that is in it
-    return loop.attach_scheduler(self.frame, state, curve)
+    return loop.attach_scheduler(self.frame, self._make_slots(), curve)
+
+  def _make_slots(self) -> DecodeState:
+    return slots.init_slots(self.frame, batch=self.options.batch, max_len=self.options.max_len,
+                            num_stop_ids=self._num_stop_ids)
 
   def _rounds_to_run(self) -> Iterator[DecodeState]:
     """States whose next round runs in each shape; one state where the shape is none's choice."""
@@ -384,3 +386,7 @@ class Engine:
       error = f"on_tokens: {type(e).__name__}: {' '.join(str(e).split())}"
       if not self._finish(request, "error", error=error):
         request.finish_reason, request.error = "error", error
+
+
+def _run_one_round(frame: Frame, params, state: DecodeState) -> DecodeState:
+  return slots.run_round(frame, params, state, _ONE)[0]

@@ -38,7 +38,7 @@ def test_rounds_of_several_drafters_take_turns(monkeypatch):
   monkeypatch.setattr(profile, "_time", count)
   monkeypatch.setattr(profile, "_make_state", lambda *args: None)
   monkeypatch.setattr(profile, "_compile_parts", lambda frame: (
-      lambda *args: None, lambda params, state, *rest: (state, None)))
+      lambda *args: None, lambda params, state, *rest: state))
   pair = make_frame(policy=None, ladder=None)
   found = profile.compare_rounds({"a": pair, "b": pair}, 2, context_tokens=8, repeats=2)
   assert found["a"] == profile.RoundTime(pytest.approx(6), pytest.approx(7))

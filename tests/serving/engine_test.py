@@ -102,7 +102,7 @@ def test_policies_that_look_at_the_whole_batch(monkeypatch, tmp_path, policy):
   frame, params = decode_cases.make_pair()
   names = []
 
-  def load_or_measure(frame, params, batch, *, name, directory):
+  def load_or_measure(frame, params, batch, *, name, directory, measure):
     names.append((batch, name, directory))
     return Timings(frame.ladder, tuple(10.0 + 4.0 * tokens for tokens, _ in frame.ladder),
                    tuple(3.0 + n for n in draft_lens(frame.ladder)))
