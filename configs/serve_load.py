@@ -34,6 +34,7 @@ def get_config():
   config.users = (1, 2, 4, 8, 16, 32)  # also the engine's slots
   config.min_measured = 8  # requests measured: this, or `users` where that is more
   config.repeats = 1
+  config.turn_s = 1.0  # seconds that a method serves before the next one does, in turns
   # Open loop, on `open_slots` slots: Poisson arrivals per second, and a trace (JSONL).
   config.rates = ()
   config.trace = ""

@@ -2,12 +2,14 @@
 
 import itertools
 import random
+from typing import Mapping, Sequence
 
 import tqdm
 
 from dspark_jax import DSpark
 from dspark_jax.metrics.load_report import LoadReport, summarize_load, take_medians
 from dspark_jax.scheduler.policies import ConfidenceThreshold, EarlyStop, FixedLength, Lagged
+from dspark_jax.serving import load
 from dspark_jax.serving.engine import Engine, EngineOptions
 from experiments import _timing
 
@@ -29,7 +31,8 @@ def make_engines(model: DSpark, config, *, batch: int) -> dict[str, Engine]:
     is_plain = name == "plain"
     frame = other.plain_frame if is_plain else other.frame
     params = {"target": model.target.params} if is_plain else other.params
-    engines[name] = Engine(frame, params, options, step_curves=model.step_curves, name=model.name)
+    engines[name] = Engine(frame, params, options, step_curves=model.step_curves, name=model.name,
+                           clock=load.StopWatch())
     engines[name].warm_up()
   return engines
 
@@ -51,13 +54,33 @@ def make_jobs(model: DSpark, config) -> list[dict]:
   return jobs
 
 
-def run_turns(engines, run, *, load_value: float, repeats: int) -> list[LoadReport]:
-  """Lets the methods take turns, in rotating order; returns the median report of each."""
+def measure_closed(engines: Mapping[str, Engine], jobs: Sequence[dict], *, num_users: int,
+                   num_measured: int, repeats: int, turn_s: float) -> list[LoadReport]:
+  """Measures the closed loop of every engine, in turns of seconds; returns medians of repeats."""
+  reports = {name: [] for name in engines}
+  for _ in tqdm.tqdm(range(repeats), desc=f"load {num_users}", unit="repeat"):
+    found = load.run_in_turns(engines, {
+        name: load.closed_loop(engine, itertools.cycle(jobs), num_users=num_users,
+                               num_measured=num_measured)
+        for name, engine in engines.items()}, turn_s=turn_s)
+    for name, result in found.items():
+      reports[name].append(_summarize(name, num_users, result))
+  return [take_medians(group) for group in reports.values()]
+
+
+def measure_open(engines: Mapping[str, Engine], jobs: Sequence[dict], times_s: Sequence[float], *,
+                 rate: float, repeats: int) -> list[LoadReport]:
+  """Measures the open loop of one engine after the other, in rotating order: an arrival cannot
+  wait. Returns medians of repeats."""
   names, reports = list(engines), {name: [] for name in engines}
   for repeat in range(repeats):
     first = repeat % len(names)
-    for name in tqdm.tqdm(names[first:] + names[:first], desc=f"load {load_value:g}"):
-      result = run(engines[name])
-      reports[name].append(summarize_load(name, load_value, result.requests, result.totals,
-                                          seconds=result.seconds))
+    for name in tqdm.tqdm(names[first:] + names[:first], desc=f"load {rate:g}"):
+      engines[name].clock.start()
+      reports[name].append(_summarize(name, rate, load.run_open(engines[name], jobs, times_s)))
+      engines[name].clock.stop()
   return [take_medians(group) for group in reports.values()]
+
+
+def _summarize(name: str, load_value: float, result: load.LoadRun) -> LoadReport:
+  return summarize_load(name, load_value, result.requests, result.totals, seconds=result.seconds)

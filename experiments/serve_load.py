@@ -18,10 +18,10 @@ from dspark_jax.serving import load
 from dspark_jax.serving.engine import Engine, EngineOptions
 from dspark_jax.serving.overhead import measure_overhead, measure_scheduler
 from experiments import _cli, _timing
-from experiments._serving import make_engines, make_jobs, run_turns
+from experiments._serving import make_engines, make_jobs, measure_closed, measure_open
 
 
-def measure_open(model: DSpark, config, jobs) -> list:
+def measure_arrivals(model: DSpark, config, jobs) -> list:
   """Returns reports of the open loops: one for each rate, and one for the trace."""
   loads = {rate: (load.poisson_times(rate, config.num_arrivals, seed=config.seed),
                   list(itertools.islice(itertools.cycle(jobs), config.num_arrivals)))
@@ -31,9 +31,8 @@ def measure_open(model: DSpark, config, jobs) -> list:
                                         stop_ids=model.stop_ids)
     loads[len(times_s) / max(times_s[-1], 1e-9)] = times_s, arrivals
   engines = make_engines(model, config, batch=config.open_slots) if loads else {}
-  return [report for rate, (times_s, arrivals) in loads.items() for report in run_turns(
-      engines, lambda e, t=times_s, a=arrivals: load.run_open(e, a, t), load_value=rate,
-      repeats=config.repeats)]
+  return [report for rate, (times_s, arrivals) in loads.items() for report in measure_open(
+      engines, arrivals, times_s, rate=rate, repeats=config.repeats)]
 
 
 def measure_engine_overhead(model: DSpark, config, jobs) -> dict | None:
@@ -70,9 +69,8 @@ def main(config):
   keep(overhead=measure_engine_overhead(model, config, jobs))
   for users in config.users:
     engines = make_engines(model, config, batch=users)
-    closed += run_turns(engines, lambda e, n=users: load.run_closed(
-        e, itertools.cycle(jobs), num_users=n, num_measured=max(n, config.min_measured)),
-        load_value=users, repeats=config.repeats)
+    closed += measure_closed(engines, jobs, num_users=users, turn_s=config.turn_s,
+                             num_measured=max(users, config.min_measured), repeats=config.repeats)
     print(format_load_table(closed[-len(engines):], baseline="plain"), flush=True)
     keep(closed=[dataclasses.asdict(r) for r in closed])
     load_plots.plot_throughput_by_speed(closed, out / "throughput_by_speed.png",
@@ -82,7 +80,7 @@ def main(config):
   promises = {name: {f"{s:g}": find_at_speed([r for r in closed if r.method == name], s)
                      for s in config.speeds} for name in dict.fromkeys(r.method for r in closed)}
   print("\ntokens/s while every user gets", promises)
-  opened = measure_open(model, config, jobs)
+  opened = measure_arrivals(model, config, jobs)
   if opened:
     print("\nopen loop by requests per second\n" + format_load_table(opened, baseline="plain"))
   keep(promises=promises, open=[dataclasses.asdict(r) for r in opened])

@@ -10,8 +10,9 @@ import itertools
 import json
 import pathlib
 import time
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
+import jax
 import numpy as np
 
 from dspark_jax.serving.engine import Counts, Engine, QueueFull
@@ -41,9 +42,67 @@ class LoadRun:
     return self.end_s - self.start_s
 
 
+class StopWatch:
+  """A clock that runs only between `start` and `stop`, for an engine that shares its device."""
+
+  def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    self._clock, self._seconds, self._started = clock, 0.0, None
+
+  def __call__(self) -> float:
+    """Returns the seconds that it has run."""
+    return self._seconds + (0.0 if self._started is None else self._clock() - self._started)
+
+  def start(self) -> None:
+    self._started = self._clock()
+
+  def stop(self) -> None:
+    self._seconds, self._started = self(), None
+
+
+def run_in_turns(engines: Mapping[str, Engine], loops: Mapping[str, Iterator[None]], *,
+                 turn_s: float) -> dict[str, LoadRun]:
+  """Runs a loop on each engine, all of them by turns of `turn_s` seconds, to the end.
+
+  So what else the machine does in the meantime favours none. Each engine's clock is a StopWatch,
+  and runs in its own turns only; what is dispatched in a turn is waited for in it.
+
+  Args:
+    loops: by engine's name, as from `closed_loop`.
+  """
+  found, waiting = {}, collections.deque(loops)
+  while waiting:
+    name = waiting.popleft()
+    engine, clock = engines[name], engines[name].clock
+    clock.start()
+    end_s = clock() + turn_s
+    try:
+      while clock() < end_s:
+        next(loops[name])
+      jax.block_until_ready(engine.state)
+      waiting.append(name)
+    except StopIteration as stop:
+      found[name] = stop.value
+    finally:
+      clock.stop()
+  return {name: found[name] for name in loops}
+
+
 def run_closed(engine: Engine, jobs: Iterable[Job], *, num_users: int,
                num_measured: int) -> LoadRun:
+  """Runs a `closed_loop` to its end."""
+  loop = closed_loop(engine, jobs, num_users=num_users, num_measured=num_measured)
+  while True:
+    try:
+      next(loop)
+    except StopIteration as stop:
+      return stop.value
+
+
+def closed_loop(engine: Engine, jobs: Iterable[Job], *, num_users: int,
+                num_measured: int) -> Iterator[None]:
   """Runs `num_users` users, each with one request at a time, the next as soon as one is done.
+
+  A generator: it yields after every step of the engine and returns a LoadRun.
 
   The first `num_users` jobs fill the engine; the window opens when the first of them is done, and
   the next `num_measured` jobs are measured. Further jobs keep the load up until the last of these
@@ -60,6 +119,7 @@ def run_closed(engine: Engine, jobs: Iterable[Job], *, num_users: int,
   start, start_s, end_s = Counts(), engine.clock(), None
   while end_s is None:
     engine.step()
+    yield
     num_done = sum(r.is_done for r in live)
     if num_done and not measured:
       start, start_s = dataclasses.replace(engine.counts), engine.clock()

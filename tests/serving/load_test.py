@@ -95,6 +95,39 @@ def test_closed_loop_by_hand():
   assert report.first_token_ms[50] == report.token_ms[50] == 1000.0
 
 
+class SharedEngine(VirtualEngine):
+  """One of several on one machine, whose steps take a second of everybody's time."""
+  state = None
+
+  def __init__(self, batch: int, machine: dict):
+    self.machine, self.clock = machine, load.StopWatch(lambda: machine["now"])
+    super().__init__(batch)
+
+  @property
+  def now(self):
+    return self.clock()
+
+  @now.setter
+  def now(self, value):
+    if value > self.now:
+      self.machine["now"] += value - self.now
+      self.machine["steps"].append(self)
+
+
+def test_engines_that_take_turns_measure_what_they_measure_alone():
+  machine = dict(now=100.0, steps=[])
+  jobs = {"a": jobs_of(2, 4, 3, 2, 5), "b": jobs_of(1, 2, 1)}
+  engines = {name: SharedEngine(2, machine) for name in jobs}
+  found = load.run_in_turns(engines, {
+      name: load.closed_loop(engines[name], jobs[name], num_users=2 if name == "a" else 1,
+                             num_measured=2) for name in jobs}, turn_s=2.0)
+  a, b = found["a"], found["b"]
+  assert (a.start_s, a.end_s, a.totals.num_tokens) == (2.0, 6.0, 8)
+  assert (b.start_s, b.end_s, b.totals.num_tokens) == (1.0, 4.0, 3)
+  assert "".join("ab"[s is engines["b"]] for s in machine["steps"]) == "aabbaabbaa"
+  assert machine["now"] == 110.0
+
+
 def test_more_users_than_slots_wait():
   """Three users on two slots, answers of 2: the third always waits, first tokens come late."""
   engine = VirtualEngine(batch=2)
