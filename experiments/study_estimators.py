@@ -23,14 +23,14 @@ from experiments import _cli, _records, _timing
 
 
 def make_estimators(temperatures, half_life: float) -> dict:
+  both = OnlineLogistic(uses_head=True, half_life=half_life)
   return {
       "trained head": TrainedHead(),
       "head + STS": TrainedHead(temperatures),
       "head + online STS": OnlineSts(temperatures, half_life=half_life),
       "margin, online": OnlineLogistic(half_life=half_life),
-      "margin + head, online": OnlineLogistic(uses_head=True, half_life=half_life),
-      "margin + head + STS, online": OnlineLogistic(uses_head=True, temperatures=temperatures,
-                                                    half_life=half_life),
+      "margin + head, online": both,
+      "margin + head + STS, online": dataclasses.replace(both, temperatures=temperatures),
       "oracle": Oracle()}
 
 
