@@ -23,14 +23,13 @@ from experiments import _cli, _records, _timing
 
 
 def make_estimators(temperatures, half_life: float) -> dict:
-  both = OnlineLogistic(uses_head=True, half_life=half_life)
+  online = functools.partial(OnlineLogistic, half_life=half_life)
   return {
-      "trained head": TrainedHead(),
-      "head + STS": TrainedHead(temperatures),
+      "trained head": TrainedHead(), "head + STS": TrainedHead(temperatures),
       "head + online STS": OnlineSts(temperatures, half_life=half_life),
-      "margin, online": OnlineLogistic(half_life=half_life),
-      "margin + head, online": both,
-      "margin + head + STS, online": dataclasses.replace(both, temperatures=temperatures),
+      "margin, online": online(),
+      "margin + head, online": online(uses_head=True),
+      "margin + STS, online": online(uses_head=True, temperatures=temperatures),
       "oracle": Oracle()}
 
 
