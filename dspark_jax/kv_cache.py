@@ -37,7 +37,8 @@ def write_rows(cache: KVCache, rows: KVCache, starts_B: jax.Array) -> KVCache:
   The caller guarantees starts_B + W <= S; rows past a request's valid length are dead.
   """
   # One update a request, in a loop of its own. A batched scatter, and an unrolled update too, say
-  # the same, but make XLA's CPU compiler copy every layer's cache in every round.
+  # the same, but make XLA's CPU compiler copy every layer's cache where it sees nothing that puts
+  # the writing after all reading (`decode.step.commit` gives it something).
   def write_request(b, cache):
     def write(old_BxKxSxH, new_BxKxWxH):
       new_1xKxWxH = jax.lax.dynamic_slice_in_dim(new_BxKxWxH, b, 1).astype(old_BxKxSxH.dtype)

@@ -79,6 +79,8 @@ def fill_shape(batch: int, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array
   """Returns (int32 [B] verify lengths, bool [B] who is live) that just fill a shape."""
   tokens, rows = shape
   num_live = min(batch, tokens)
+  if 0 < tokens - num_live < rows - 1:  # too few left for a full width
+    num_live = max(tokens - (rows - 1), 1)
   left, lens = tokens - num_live, np.zeros(batch, np.int32)
   while left and (lens[:num_live] < rows - 1).any():
     for b in range(num_live):

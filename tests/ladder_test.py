@@ -50,7 +50,8 @@ def test_padding_by_hand():
   assert measure_padding(make_ladder(32, 7), 32) < .15
 
 
-@pytest.mark.parametrize("batch, max_draft", [(1, 7), (4, 3), (32, 7), (5, 4)])
+@pytest.mark.parametrize("batch, max_draft", [(1, 7), (4, 3), (32, 7), (5, 4), (3, 2), (2, 7),
+                                              (16, 15), (6, 1)])
 def test_fills_reach_their_buckets(batch, max_draft):
   """Every bucket of a default ladder is reached, and full but for rounding up."""
   ladder = make_ladder(batch, max_draft)

@@ -151,11 +151,12 @@ def load_or_measure(frame: Frame, params, batch: int, *, name: str,
                     measure_timings, **options) -> Timings:
   """Returns timings from the cache in `directory`, or measures them and writes them there.
 
-  A file is named after device, model, dtype, versions, batch and ladder; one that does not fit what
-  it is named after was edited or moved, and is refused.
+  A file is named after format, device, model, dtype, versions, batch and ladder; one that does not
+  fit what it is named after was edited or moved, and is refused.
   """
   about = describe(frame, name)
-  key = hashlib.sha256(repr((sorted(about.items()), batch, frame.ladder)).encode()).hexdigest()
+  key = repr((step_table.TITLE, sorted(about.items()), batch, frame.ladder))
+  key = hashlib.sha256(key.encode()).hexdigest()
   path = pathlib.Path(directory) / f"step_curve_{key[:16]}.txt"
   if path.is_file():
     return step_table.choose_timings(step_table.read_table(path), about=about, batch=batch,
@@ -211,7 +212,7 @@ def _make_state(frame: Frame, params, batch, context_tokens, num_slots, temperat
   num_new = max(frame.slack + 1, 0 if num_slots is None else num_slots - context_tokens)
   num_prompt = max(1, min(context_tokens - 1, frame.target.max_position_embeddings - num_new))
   tokens = np.random.default_rng(0).integers(0, frame.target.vocab_size, num_prompt)
-  state = loop.start(
+  state = loop.start_requests(
       bare, params, [tokens.tolist()] * batch, max_new_tokens=num_new,
       sampling=make_sampling_params(batch, temperature=temperature, seed=np.arange(batch)))
   # It must not matter whether the first token happened to end a request.

@@ -1,6 +1,6 @@
 """The step curve as a text file: written by the profiler, read and edited by people.
 
-  # dspark_jax step curve 2
+  # dspark_jax step curve 3
   # device: cpu (2 cores)
   # model: smollm2-135m-instruct 1f0c9a..
   ..
@@ -9,7 +9,8 @@
   4      verify  4       1     55.0
 
 For each batch size one `verify` line a bucket, and one `draft` line for each number of rows above 1
-that the buckets have: the time to draft one less. Anything after a # inside the table is a remark.
+that the buckets have: the time to draft one less. A round takes the sum of the two. Anything after
+a # inside the table is a remark.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from typing import Mapping
 from dspark_jax.ladder import Ladder, draft_lens
 from dspark_jax.scheduler.step_curve import Timings
 
-TITLE = "dspark_jax step curve 2"
+TITLE = "dspark_jax step curve 3"
 IDENTITY = ("device", "model", "dtype", "versions")  # what a curve is a property of
 COLUMNS = ("batch", "step", "tokens", "rows", "ms")
 

@@ -17,7 +17,7 @@ def test_round_trip(tmp_path):
   assert read_table(path) == TABLE
   assert [p.name for p in path.parent.iterdir()] == ["curve.txt"]
   lines = path.read_text().splitlines()
-  assert lines[0] == "# dspark_jax step curve 2"
+  assert lines[0] == "# dspark_jax step curve 3"
   assert lines[6].split() == ["batch", "step", "tokens", "rows", "ms"]
   assert lines[-1].split() == ["2", "verify", "6", "3", "14.0000"]
 
@@ -29,7 +29,7 @@ def test_people_may_edit_it(tmp_path):
 
 
 @pytest.mark.parametrize("old, new, name", [
-    ("curve 2", "curve 1", "line 1"), ("10.5000", "fast", "line 11: found '2      verify"),
+    ("curve 3", "curve 2", "line 1"), ("10.5000", "fast", "line 11: found '2      verify"),
     ("10.5000", "-1", r"batch 2: verify_ms of bucket \(2, 1\): found -1"),
     ("10.5000", "nan", "found nan"),
     ("draft   -       2     1.1250", "", "line 9"),

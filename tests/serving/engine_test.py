@@ -216,6 +216,19 @@ def test_warm_up_runs_every_shape_and_forgets_it(monkeypatch, tmp_path, policy):
   assert run_round._cache_size() == 1  # what was run is what serves
 
 
+@pytest.mark.parametrize("policy", [EarlyStop(max_draft=2), Lagged(max_draft=2)])
+def test_the_step_curve_is_measured_on_the_program_that_serves(monkeypatch, tmp_path, policy):
+  monkeypatch.setattr(profile, "REPEATS", (1, 1))
+  frame, params = decode_cases.make_pair()
+  slots.run_round.clear_cache()
+  engine = make_engine((dataclasses.replace(frame, policy=policy), params), step_curves=tmp_path)
+  assert len(list(tmp_path.iterdir())) == slots.run_round._cache_size() == 1
+  engine.warm_up()
+  engine.submit([1, 2, 3], max_new_tokens=12)
+  engine.run()
+  assert slots.run_round._cache_size() == 1
+
+
 def test_warm_up_leaves_no_trace():
   engine = make_engine()
   engine.warm_up()
