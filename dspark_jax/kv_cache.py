@@ -25,7 +25,12 @@ class KVCache:
 
 def init_cache(batch: int, num_slots: int, *, num_layers: int, num_kv_heads: int, head_dim: int,
                dtype=jnp.float32) -> KVCache:
-  """Returns a cache of zeros with `num_slots` rows a request."""
+  """Returns a cache of zeros with `num_slots` rows a request.
+
+  On CPU it is float32 whatever `dtype` is: to write one row of a bfloat16 array, XLA's CPU compiler
+  converts the whole array to float32 and back. The rows are those of `dtype` all the same.
+  """
+  dtype = jnp.float32 if jax.default_backend() == "cpu" else dtype
   shape = (batch, num_kv_heads, num_slots, head_dim)
   make = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
   return KVCache(keys=make(), values=make())

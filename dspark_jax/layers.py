@@ -3,10 +3,13 @@
 Weights are stored [out, in], the layout of the checkpoints. Measured on CPU (all matmuls of
 SmolLM2's layers, float32): `W @ x.T` takes 17.5, 19.8 and 23.1 ms for 1, 4 and 8 tokens, nearly
 the time to read the weights once, where `x @ W.T` takes 20, 32 and 36 ms; [in, out] weights lie
-between. From about 64 tokens on all are equal.
+between. From about 64 tokens on all are equal. In bfloat16 (with AVX512-BF16; LM head included)
+`x @ W.T` takes 24, 25, 25, 31 and 45 ms for 1, 4, 8, 16 and 32 tokens, `W @ x.T` in float32 24, 29,
+34, 43 and 67.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, Mapping
 
@@ -18,31 +21,64 @@ import numpy as np
 FEW_TOKENS = 32  # up to here the weights, not the activations, are the traffic
 
 
-def linear(x_xI: jax.Array, w_OxI: jax.Array, bias_O: jax.Array | None = None) -> jax.Array:
-  """Applies [out, in] weights to the last axis: [..., I] -> [..., O]."""
+def linear(x_xI: jax.Array, w_OxI: jax.Array, bias_O: jax.Array | None = None, *,
+           dtype: Any = None) -> jax.Array:
+  """Applies [out, in] weights to the last axis: [..., I] -> [..., O], in `dtype` (None = x's)."""
+  dtype = jnp.dtype(dtype or x_xI.dtype)
   lead = x_xI.shape[:-1]
   num_tokens = math.prod(lead)
   x_NxI = x_xI.reshape(num_tokens, x_xI.shape[-1])
-  if num_tokens <= FEW_TOKENS:
-    y_NxO = jax.lax.platform_dependent(x_NxI, w_OxI, cpu=_linear_few_on_cpu, default=_linear)
+  apply = functools.partial(_linear, dtype=dtype)
+  if x_xI.dtype == jnp.bfloat16:
+    on_cpu = functools.partial(_linear_bfloat16_on_cpu, dtype=dtype)
+    y_NxO = jax.lax.platform_dependent(x_NxI, w_OxI, cpu=on_cpu, default=apply)
+  elif num_tokens <= FEW_TOKENS:
+    on_cpu = functools.partial(_linear_few_on_cpu, dtype=dtype)
+    y_NxO = jax.lax.platform_dependent(x_NxI, w_OxI, cpu=on_cpu, default=apply)
   else:
-    y_NxO = _linear(x_NxI, w_OxI)
+    y_NxO = apply(x_NxI, w_OxI)
   if bias_O is not None:
     y_NxO = y_NxO + bias_O[None, :]
   return y_NxO.reshape(*lead, w_OxI.shape[0])
 
 
-def _linear(x_NxI: jax.Array, w_OxI: jax.Array) -> jax.Array:
-  return jax.lax.dot_general(x_NxI, w_OxI, (((1,), (1,)), ((), ())))
+def _linear(x_NxI: jax.Array, w_OxI: jax.Array, *, dtype) -> jax.Array:
+  return jax.lax.dot_general(x_NxI, w_OxI, (((1,), (1,)), ((), ())),
+                             preferred_element_type=dtype)
 
 
-def _linear_few_on_cpu(x_NxI: jax.Array, w_OxI: jax.Array) -> jax.Array:
+def _linear_few_on_cpu(x_NxI: jax.Array, w_OxI: jax.Array, *, dtype) -> jax.Array:
   # Without the barrier XLA folds both transposes back into `x @ W.T`, its slow form. Its kernel
   # works on 1, 2, 4 or multiples of 8 columns; 5 cost more than 8.
   num_tokens = x_NxI.shape[0]
   padded = num_tokens if num_tokens <= 4 else -(-num_tokens // 8) * 8
   x_NxI = jnp.pad(x_NxI, ((0, padded - num_tokens), (0, 0)))
-  return jax.lax.optimization_barrier(w_OxI @ x_NxI.T).T[:num_tokens]
+  y_OxN = jax.lax.dot_general(w_OxI, x_NxI.T, (((1,), (0,)), ((), ())),
+                              preferred_element_type=dtype)
+  return jax.lax.optimization_barrier(y_OxN).T[:num_tokens]
+
+
+def _linear_bfloat16_on_cpu(x_NxI: jax.Array, w_OxI: jax.Array, *, dtype) -> jax.Array:
+  # XLA's bfloat16 kernel gives float32 and takes 8 rows in the time of one. Asked for bfloat16, or
+  # for a single row, XLA instead widens all the weights to float32 first.
+  num_tokens = x_NxI.shape[0]
+  x_NxI = jnp.pad(x_NxI, ((0, max(8 - num_tokens, 0)), (0, 0)))
+  return _linear(x_NxI, w_OxI, dtype=jnp.float32)[:num_tokens].astype(dtype)
+
+
+def embed(table_VxD: jax.Array, ids_x: jax.Array) -> jax.Array:
+  """Returns rows of a table: [...] -> [..., D]."""
+  if table_VxD.dtype != jnp.bfloat16:
+    return table_VxD[ids_x]
+  return jax.lax.platform_dependent(table_VxD, ids_x, cpu=_embed_bfloat16_on_cpu,
+                                    default=lambda table_VxD, ids_x: table_VxD[ids_x])
+
+
+def _embed_bfloat16_on_cpu(table_VxD: jax.Array, ids_x: jax.Array) -> jax.Array:
+  # XLA reads bfloat16 rows as float32, and where the table does not change in a loop, as here, it
+  # converts all of it before the loop. The barrier ties it to the ids, which change.
+  table_VxD, ids_x = jax.lax.optimization_barrier((table_VxD, ids_x))
+  return table_VxD[ids_x]
 
 
 class Linear(nn.Module):
@@ -258,8 +294,9 @@ def attend(q_BxTxNxH: jax.Array, keys, values, masks, *, scale: float) -> jax.Ar
   weights = [jnp.exp(s - top) for s in scores]
   total = sum(w.sum(-1, keepdims=True) for w in weights)
   out = 0.0
+  dtype = jnp.result_type(*values)  # one for all: a token may move from one stretch to another
   for w, v_BxKxSxH in zip(weights, values):
-    w = w.reshape(B, K, -1, w.shape[-1]).astype(v_BxKxSxH.dtype)
+    w, v_BxKxSxH = w.reshape(B, K, -1, w.shape[-1]).astype(dtype), v_BxKxSxH.astype(dtype)
     out = out + jnp.einsum("bkqs,bksh->bkqh", w, v_BxKxSxH, preferred_element_type=jnp.float32)
   out = out / jnp.maximum(total, 1e-30).reshape(B, K, -1, 1)
   out = out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)

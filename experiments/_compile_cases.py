@@ -169,6 +169,10 @@ def build_step(num_layers: int = 36):
       params, shape(STEP_BATCH, 64, dtype=jnp.int32), batch_i32,
       shape(STEP_BATCH, 4, dtype=jnp.int32))
 
+  # Shapes are found on the host, where `init_cache` makes caches float32.
+  half = lambda cache: jax.tree.map(lambda a: shape(*a.shape, dtype=jnp.bfloat16), cache)
+  state = state.replace(cache=half(state.cache), drafter=half(state.drafter))
+
   return lambda params, state: speculate_step(frame, lend(params), state), (params, state)
 
 

@@ -55,6 +55,7 @@ def make_methods(model: DSpark, *, max_draft_lens: Sequence[int], thresholds: Se
                  adaptive: Sequence[str] = ()) -> Methods:
   """Returns plain decoding, fixed lengths, thresholds, and adaptive policies by name.
 
+  Below a threshold nothing is verified, and never more than the longest of the fixed lengths.
   A drafter without confidences has no thresholds, and its margins tell an adaptive policy how sure
   it is.
   """
@@ -65,7 +66,8 @@ def make_methods(model: DSpark, *, max_draft_lens: Sequence[int], thresholds: Se
   if model.proposer is not None and not model.proposer.has_confidence:
     thresholds, more = (), {"estimator": OnlineLogistic()}
   for threshold in thresholds:
-    other = model.with_policy(confidence_threshold=threshold)
+    other = model.with_policy(confidence_threshold=threshold,
+                              max_draft_len=max(max_draft_lens, default=None))
     methods[f"threshold {threshold:g}"] = (other, {})
   for name in adaptive:
     if name not in POLICIES:

@@ -53,6 +53,8 @@ def measure(config) -> dict:
   ids = [model.encode(p["messages"]) for group in domains.values() for p in group]
   methods = _timing.make_methods(model, max_draft_lens=config.max_draft_lens,
                                  thresholds=config.thresholds, adaptive=config.adaptive)
+  if config.dtype != "float32":  # plain decoding's best may be another
+    methods["plain float32"] = (DSpark(config.target, None), {"is_speculative": False})
   options = dict(max_new_tokens=config.max_new_tokens)
   warm_up_s = _timing.measure_warm_up(methods, ids[0], **options)
   for name, seconds in warm_up_s.items():

@@ -17,11 +17,18 @@ def make_rows(batch, width, dtype=jnp.float32):
 
 
 def test_empty_cache():
-  cache = kv_cache.init_cache(5, 7, num_layers=2, num_kv_heads=3, head_dim=4, dtype=jnp.bfloat16)
+  cache = kv_cache.init_cache(5, 7, num_layers=2, num_kv_heads=3, head_dim=4)
   assert cache.num_slots == 7
   leaves = jax.tree.leaves(cache)
   assert len(leaves) == 4
-  assert all(x.shape == (5, 3, 7, 4) and x.dtype == jnp.bfloat16 and not x.any() for x in leaves)
+  assert all(x.shape == (5, 3, 7, 4) and x.dtype == jnp.float32 and not x.any() for x in leaves)
+
+
+@pytest.mark.parametrize("backend, kept", [("cpu", jnp.float32), ("gpu", jnp.bfloat16)])
+def test_bfloat16_rows_are_kept_as_float32_on_cpu(monkeypatch, backend, kept):
+  monkeypatch.setattr(jax, "default_backend", lambda: backend)
+  cache = kv_cache.init_cache(5, 7, num_layers=2, num_kv_heads=3, head_dim=4, dtype=jnp.bfloat16)
+  assert {x.dtype for x in jax.tree.leaves(cache)} == {jnp.dtype(kept)}
 
 
 @pytest.mark.parametrize("batch, width", [(1, 1), (1, 4), (3, 4), (3, 1)])

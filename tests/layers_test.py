@@ -46,9 +46,47 @@ def test_linear_gradient(num_tokens):
   np.testing.assert_allclose(dw, weight.T @ x, rtol=0, atol=4e-5)
 
 
-def test_linear_keeps_bfloat16():
-  x, w = jnp.asarray(normal(0, 3, 8), jnp.bfloat16), jnp.asarray(normal(1, 5, 8), jnp.bfloat16)
-  assert layers.linear(x, w).dtype == jnp.bfloat16
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 9, 40])
+def test_linear_in_bfloat16(num_tokens):
+  """Products of bfloat16 are summed in float32 and rounded once, or not at all on request."""
+  x = jnp.asarray(normal(0, num_tokens, 64), jnp.bfloat16)
+  w = jnp.asarray(normal(1, 5, 64), jnp.bfloat16)
+  exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+  for dtype, error in ((None, 2.0**-8), (jnp.float32, 64 * 2.0**-24)):
+    found = layers.linear(x, w, dtype=dtype)
+    assert found.dtype == (dtype or jnp.bfloat16)
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=error, atol=64 * 1e-6)
+  loss = lambda x, w: jnp.sum(layers.linear(x, w).astype(jnp.float32))
+  dx, dw = jax.grad(loss, argnums=(0, 1))(x, w)
+  assert dx.dtype == dw.dtype == jnp.bfloat16
+  np.testing.assert_allclose(dx[0].astype(np.float32), np.asarray(w, np.float32).sum(0), atol=0.1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 8, 16])
+def test_few_bfloat16_tokens_do_not_widen_the_weights(num_tokens):
+  """XLA's CPU compiler otherwise makes a float32 copy of them, which takes six times as long."""
+  shape = jax.ShapeDtypeStruct
+  text = jax.jit(layers.linear).lower(
+      shape((num_tokens, 48), jnp.bfloat16), shape((96, 48), jnp.bfloat16)).compile().as_text()
+  assert "f32[96,48]" not in text and "f32[48,96]" not in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_embed(dtype):
+  table, ids = jnp.asarray(normal(0, 9, 4), dtype), jnp.asarray([[3, 0], [8, 3]])
+  np.testing.assert_array_equal(layers.embed(table, ids), np.asarray(table)[np.asarray(ids)])
+  grad = jax.grad(lambda t: jnp.sum(layers.embed(t, ids).astype(jnp.float32)))(table)
+  np.testing.assert_array_equal(np.asarray(grad[:, 0], np.float32), [1, 0, 0, 2, 0, 0, 0, 0, 1])
+
+
+def test_a_loop_does_not_widen_the_embedding():
+  def decode(table, ids):
+    body = lambda _, ids: jnp.argmax(layers.embed(table, ids).astype(jnp.float32), axis=-1)
+    return jax.lax.fori_loop(0, ids[0], body, ids)
+  text = jax.jit(decode).lower(jax.ShapeDtypeStruct((96, 48), jnp.bfloat16),
+                               jax.ShapeDtypeStruct((2,), jnp.int32)).compile().as_text()
+  whole = [line for line in text.splitlines() if "= f32[96,48]" in line and " fusion(" in line]
+  assert not whole
 
 
 # --- norm ------------------------------------------------------------------------------------

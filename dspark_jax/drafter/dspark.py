@@ -144,7 +144,7 @@ def embed_block(config: DrafterConfig, embed_VxD: jax.Array, anchors_x: jax.Arra
   is_anchor_J = jnp.arange(config.num_slots) == 0
   is_anchor = is_anchor_J.reshape((1,) * anchors_x.ndim + (-1, 1))
   mask_D = embed_VxD[config.mask_token_id].reshape((1,) * (anchors_x.ndim + 1) + (-1,))
-  return jnp.where(is_anchor, embed_VxD[anchors_x][..., None, :], mask_D)
+  return jnp.where(is_anchor, layers.embed(embed_VxD, anchors_x)[..., None, :], mask_D)
 
 
 def borrow(config: DrafterConfig, embed_VxD: jax.Array, lm_head_VxD: jax.Array, *,
@@ -278,7 +278,7 @@ class DSparkProposer:
     # Position first, as the walk reads them.
     hidden_GxBxD = jnp.swapaxes(hidden_BxGxD, 0, 1)
     base_logits_GxBxV = layers.linear(hidden_GxBxD.astype(lm_head_VdxD.dtype),
-                                      lm_head_VdxD).astype(jnp.float32)
+                                      lm_head_VdxD, dtype=jnp.float32)
     words_GxBx2 = counter_rng.noise_words(
         sampling_params.seed[None], counter_rng.DRAFT, anchor_positions_B[None],
         jnp.arange(self.proposal_len)[:, None])
@@ -337,7 +337,7 @@ class DSparkProposer:
   def _draw(self, logits_BxV, bias_in_BxR, w2_VdxR, copy, words_Bx2, sampling_params, draft_ids):
     """One slot by the whole law: (tokens [B], (law [B, V], margins [B]))."""
     if self.config.markov_rank:
-      logits_BxV = logits_BxV + layers.linear(bias_in_BxR, w2_VdxR).astype(jnp.float32)
+      logits_BxV = logits_BxV + layers.linear(bias_in_BxR, w2_VdxR, dtype=jnp.float32)
     if copy is not None:
       column_B, bias_B = copy
       logits_BxV = logits_BxV.at[jnp.arange(column_B.shape[0]), jnp.maximum(column_B, 0)].add(

@@ -116,8 +116,8 @@ class MedusaProposer:
               embed_VxD: jax.Array | None = None, draft_ids: jax.Array | None = None,
               tokens_BxS: jax.Array | None = None) -> Proposal:
     hidden_BxGxD = MedusaDrafter(self.config, self.dtype).apply({"params": params}, state)
-    logits_BxGxV = layers.linear(hidden_BxGxD.astype(lm_head_VdxD.dtype), lm_head_VdxD)
-    logits_BxGxV = logits_BxGxV.astype(jnp.float32)
+    logits_BxGxV = layers.linear(hidden_BxGxD.astype(lm_head_VdxD.dtype), lm_head_VdxD,
+                                 dtype=jnp.float32)
     law_BxGxV = sampling.law_logits(logits_BxGxV, sampling_params, vocab_limit=self.vocab_limit,
                                     ids=draft_ids)
     slots_BxG = jnp.broadcast_to(jnp.arange(self.proposal_len)[None], logits_BxGxV.shape[:2])

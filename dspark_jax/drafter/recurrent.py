@@ -262,7 +262,7 @@ class RecurrentProposer:
       raise ValueError(f"features: found width {found}, expected {self.config.num_features} = "
                        f"{len(self.config.target_layer_ids)} taps of {self.config.hidden_size}")
     hidden_BxWxD = self._apply(params, "encode", features_BxWxMD)
-    rows = self._apply(params, "rows", embed_VxD[tokens_BxW1[:, 1:]].astype(self.dtype),
+    rows = self._apply(params, "rows", layers.embed(embed_VxD, tokens_BxW1[:, 1:]).astype(self.dtype),
                        hidden_BxWxD, starts_B[:, None] + jnp.arange(W)[None, :])
     last_Bx1x1 = jnp.clip(num_new_B - 1, 0, W - 1)[:, None, None]
     last_BxD = jnp.take_along_axis(hidden_BxWxD, last_Bx1x1, axis=1)[:, 0]
@@ -276,11 +276,12 @@ class RecurrentProposer:
     token_B, hidden_BxD, chain, drafts = anchor_B, state.hidden_BxD, [], []
     for k in range(self.proposal_len):
       hidden_BxD, out_BxD, chain = self._apply(
-          params, "step", embed_VxD[token_B], hidden_BxD, anchor_positions_B - 1 + k, state.cache,
+          params, "step", layers.embed(embed_VxD, token_B), hidden_BxD, anchor_positions_B - 1 + k, state.cache,
           anchor_positions_B - 1, chain)
-      logits_BxV = layers.linear(out_BxD.astype(lm_head_VdxD.dtype), lm_head_VdxD)
+      logits_BxV = layers.linear(out_BxD.astype(lm_head_VdxD.dtype), lm_head_VdxD,
+                                dtype=jnp.float32)
       token_B, *more = drafting.draw(
-          logits_BxV.astype(jnp.float32), k, sampling_params, anchor_positions_B,
+          logits_BxV, k, sampling_params, anchor_positions_B,
           vocab_limit=self.vocab_limit, draft_ids=draft_ids)
       drafts.append((token_B, *more))
     return drafting.make_proposal(*(jnp.stack(parts, axis=1) for parts in zip(*drafts)))

@@ -37,7 +37,7 @@ class SequentialHead(nn.Module):
 
   def embed_previous(self, prev_tokens_x: jax.Array) -> jax.Array:
     """W1 rows of target ids: [...] -> [..., r]."""
-    return self.markov_w1[prev_tokens_x].astype(self.dtype)
+    return layers.embed(self.markov_w1, prev_tokens_x).astype(self.dtype)
 
   def init_carry(self, *lead: int) -> jax.Array:
     """State before the first draft of a block: zeros [..., r]; zero-width without recurrence."""

@@ -126,7 +126,7 @@ class Transformer(nn.Module):
     positions_BxT = jnp.broadcast_to(starts_BxT + rows_BxT, tokens_BxT.shape)
     tables = layers.rope_tables(c.rope, c.head_dim, positions_BxT)
 
-    x_BxTxD = self.embed_tokens[tokens_BxT].astype(self.dtype)
+    x_BxTxD = layers.embed(self.embed_tokens, tokens_BxT).astype(self.dtype)
     taps = {-1: x_BxTxD}
     keys, values = [], []
     for i, block in enumerate(self.layers):
@@ -145,5 +145,5 @@ class Transformer(nn.Module):
   def head(self, hidden_xD: jax.Array) -> jax.Array:
     """LM head: final-normed hidden states [..., D] -> float32 logits [..., V]."""
     w_VxD = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-    return layers.linear(hidden_xD.astype(self.dtype), w_VxD.astype(self.dtype)).astype(
-        jnp.float32)
+    return layers.linear(hidden_xD.astype(self.dtype), w_VxD.astype(self.dtype),
+                         dtype=jnp.float32)

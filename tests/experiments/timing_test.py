@@ -28,7 +28,8 @@ def test_methods():
   assert list(methods) == ["plain", "fixed 3", "fixed 5", "threshold 0.25", "early_stop"]
   assert methods["plain"][1] == {"is_speculative": False} and methods["fixed 3"][1] == {}
   assert methods["fixed 5"][0].name == dict(max_draft_len=5)
-  assert methods["threshold 0.25"][0].name == dict(confidence_threshold=0.25)
+  assert methods["threshold 0.25"][0].name == dict(
+      confidence_threshold=0.25, max_draft_len=5)
   assert methods["early_stop"][0].name == EarlyStop()
   with pytest.raises(ValueError, match="adaptive: found 'sooner'"):
     _timing.make_methods(Model(), max_draft_lens=(), thresholds=(), adaptive=("sooner",))
