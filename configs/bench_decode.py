@@ -6,7 +6,8 @@
 Expected: a table of tokens/s, speed-up over plain decoding, tau, verify rate, milliseconds a round
 and accept rate by position, for all prompts and for each file; compile and warm-up seconds; how
 many answers are identical to plain decoding's. With PyTorch installed also transformers' `generate`
-on the same weights (`--config.peer=""` leaves it out).
+on the same weights (`--config.peer=""` leaves it out). With another dtype than float32 also plain
+decoding in float32, which may be the faster.
 """
 
 import ml_collections

@@ -48,6 +48,13 @@ def test_whole_benchmark(directories, tmp_path, capsys):
   assert "code: 1 prompts, 2 repeats" in out and "no peer: none asked for" in out
 
 
+def test_bfloat16_has_plain_float32_beside_it(directories, tmp_path, capsys):
+  bench_decode.main(make_config(directories, tmp_path, dtype="bfloat16", num_prompts=1, repeats=1,
+                                thresholds=()))
+  result = json.loads((tmp_path / "o" / "b.json").read_text())
+  assert [r["method"] for r in result["reports"]["all"]] == ["plain", "fixed 2", "plain float32"]
+
+
 def test_differences_are_reported_with_their_gap(directories, tmp_path, capsys):
   model = DSpark(*map(str, directories))
   ids = [model.encode("a?")]
