@@ -262,8 +262,9 @@ class RecurrentProposer:
       raise ValueError(f"features: found width {found}, expected {self.config.num_features} = "
                        f"{len(self.config.target_layer_ids)} taps of {self.config.hidden_size}")
     hidden_BxWxD = self._apply(params, "encode", features_BxWxMD)
-    rows = self._apply(params, "rows", layers.embed(embed_VxD, tokens_BxW1[:, 1:]).astype(self.dtype),
-                       hidden_BxWxD, starts_B[:, None] + jnp.arange(W)[None, :])
+    embed_BxWxD = layers.embed(embed_VxD, tokens_BxW1[:, 1:]).astype(self.dtype)
+    rows = self._apply(params, "rows", embed_BxWxD, hidden_BxWxD,
+                       starts_B[:, None] + jnp.arange(W)[None, :])
     last_Bx1x1 = jnp.clip(num_new_B - 1, 0, W - 1)[:, None, None]
     last_BxD = jnp.take_along_axis(hidden_BxWxD, last_Bx1x1, axis=1)[:, 0]
     return RecurrentState(cache=kv_cache.write_rows(state.cache, rows, starts_B),
@@ -276,8 +277,8 @@ class RecurrentProposer:
     token_B, hidden_BxD, chain, drafts = anchor_B, state.hidden_BxD, [], []
     for k in range(self.proposal_len):
       hidden_BxD, out_BxD, chain = self._apply(
-          params, "step", layers.embed(embed_VxD, token_B), hidden_BxD, anchor_positions_B - 1 + k, state.cache,
-          anchor_positions_B - 1, chain)
+          params, "step", layers.embed(embed_VxD, token_B), hidden_BxD,
+          anchor_positions_B - 1 + k, state.cache, anchor_positions_B - 1, chain)
       logits_BxV = layers.linear(out_BxD.astype(lm_head_VdxD.dtype), lm_head_VdxD,
                                 dtype=jnp.float32)
       token_B, *more = drafting.draw(
