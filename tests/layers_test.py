@@ -1,6 +1,7 @@
 """Building blocks by hand: values worked out in the comments, or NumPy float64."""
 
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,12 @@ def test_linear_in_bfloat16(num_tokens):
   np.testing.assert_allclose(dx[0].astype(np.float32), np.asarray(w, np.float32).sum(0), atol=0.1)
 
 
+def has_bfloat16_kernel() -> bool:
+  info = pathlib.Path("/proc/cpuinfo")
+  return info.is_file() and "avx512_bf16" in info.read_text()
+
+
+@pytest.mark.skipif(not has_bfloat16_kernel(), reason="a CPU without AVX512-BF16")
 @pytest.mark.parametrize("num_tokens", [1, 4, 8, 16])
 def test_few_bfloat16_tokens_do_not_widen_the_weights(num_tokens):
   """XLA's CPU compiler otherwise makes a float32 copy of them, which takes six times as long."""
