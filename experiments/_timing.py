@@ -55,7 +55,7 @@ def make_methods(model: DSpark, *, max_draft_lens: Sequence[int], thresholds: Se
                  adaptive: Sequence[str] = ()) -> Methods:
   """Returns plain decoding, fixed lengths, thresholds, and adaptive policies by name.
 
-  Below a threshold nothing is verified, and never more than the longest of the fixed lengths.
+  A threshold verifies at most as many drafts as the longest of the fixed lengths.
   A drafter without confidences has no thresholds, and its margins tell an adaptive policy how sure
   it is.
   """
