@@ -71,7 +71,7 @@ def has_bfloat16_kernel() -> bool:
 @pytest.mark.skipif(not has_bfloat16_kernel(), reason="a CPU without AVX512-BF16")
 @pytest.mark.parametrize("num_tokens", [1, 4, 8, 16])
 def test_few_bfloat16_tokens_do_not_widen_the_weights(num_tokens):
-  """XLA's CPU compiler otherwise makes a float32 copy of them, which takes six times as long."""
+  """XLA's CPU compiler otherwise makes a float32 copy of them, which takes four times as long."""
   shape = jax.ShapeDtypeStruct
   text = jax.jit(layers.linear).lower(
       shape((num_tokens, 48), jnp.bfloat16), shape((96, 48), jnp.bfloat16)).compile().as_text()
