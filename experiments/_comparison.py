@@ -189,7 +189,8 @@ def make_run_config(config, recipe: dict, target_config) -> RunConfig:
   budget = config.budget.to_dict()
   train = dict(recipe["train"])
   train |= {name: budget[name] for name in ("seed", "batch_size", "accumulation",
-                                            "checkpoint_every")}
+                                            "checkpoint_every", "dtype")}
+  train["target_dtype"] = budget["dtype"]
   train["optimizer"] = train.get("optimizer", {}) | {"max_steps": budget["max_steps"]}
   return run_config_from_dict(
       {name: recipe[name] for name in ("drafter", "warm_start") if name in recipe}

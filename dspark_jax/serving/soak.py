@@ -7,7 +7,6 @@ again alone, by the loop that knows no engine.
 """
 
 import dataclasses
-import os
 import random
 from typing import Any, Callable, Sequence
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from dspark_jax.decode import loop
 from dspark_jax.decode.state import Frame, init_stats
+from dspark_jax.host_memory import count_used_bytes
 from dspark_jax.serving.engine import Engine, EngineOptions, QueueFull
 from dspark_jax.serving.request import Request
 
@@ -56,7 +56,8 @@ class SoakReport:
     lost: ids of requests without an end, or without exactly one told end.
     mixed: ids of checked requests whose tokens are not those of their run alone.
     num_checked: requests that were decoded again.
-    device_bytes, resident_bytes: (after a tenth of the requests, at the end).
+    device_bytes, host_bytes: of live arrays, and all that the process uses, each after a tenth of
+      the requests and at the end.
   """
   num_by_reason: dict[str, int]
   num_refused: int
@@ -65,7 +66,7 @@ class SoakReport:
   mixed: list[int]
   num_checked: int
   device_bytes: tuple[int, int]
-  resident_bytes: tuple[int, int]
+  host_bytes: tuple[int, int]
   num_rounds: int
   num_tokens: int
 
@@ -76,7 +77,7 @@ class SoakReport:
     num_requests = sum(self.num_by_reason.values())
     for name, (before, after), slack in (
         ("device", self.device_bytes, 2**16),  # reports that were under way
-        ("resident", self.resident_bytes, 2**26 + 4096 * num_requests)):
+        ("host", self.host_bytes, 2**24 + 4096 * num_requests)):
       if after > before + slack:
         problems.append(f"{name} memory grew from {before} to {after} bytes")
     return problems
@@ -136,8 +137,8 @@ def run_soak(frame: Frame, params, prompts: Sequence[Sequence[int]], *,
       engine.cancel(rng.choice(requests[-3 * engine_options.batch:]))
     on_step(len(requests))
     if memory is None and 10 * len(requests) >= options.num_requests:
-      memory = measure_memory()
-  memory_end = measure_memory()
+      memory = measure_memory(engine)
+  memory_end = measure_memory(engine)
   lost = [r.id for r, c in zip(requests, clients)
           if not r.is_done or c.num_ends != 1 or c.tokens != r.tokens or r.finish_reason == "error"]
   checked = rng.sample(requests, min(options.num_checked, len(requests)))
@@ -147,7 +148,7 @@ def run_soak(frame: Frame, params, prompts: Sequence[Sequence[int]], *,
       num_by_reason={reason: reasons.count(reason) for reason in sorted(set(reasons), key=str)},
       num_refused=engine.counts.num_refused, num_impossible=num_impossible, lost=lost, mixed=mixed,
       num_checked=len(checked), device_bytes=(memory[0], memory_end[0]),
-      resident_bytes=(memory[1], memory_end[1]), num_rounds=engine.counts.num_rounds,
+      host_bytes=(memory[1], memory_end[1]), num_rounds=engine.counts.num_rounds,
       num_tokens=engine.counts.num_tokens)
 
 
@@ -181,15 +182,14 @@ def decode_alone(frame: Frame, params, request: Request,
   return np.asarray(state.tokens_BxS)[0, n:int(state.lens_B[0])].tolist()
 
 
-def measure_memory() -> tuple[int, int]:
-  """Returns (bytes of live arrays, resident bytes of the process; 0 where that is unknown)."""
-  jax.effects_barrier()
+def measure_memory(engine: Engine) -> tuple[int, int]:
+  """Returns (bytes of live arrays, used bytes of the process; 0 where that is unknown).
+
+  Between two rounds, when no program has scratch memory.
+  """
+  jax.block_until_ready(engine.state)
   device = sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
-  try:
-    with open("/proc/self/statm") as file:
-      return device, int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-  except OSError:
-    return device, 0
+  return device, count_used_bytes() or 0
 
 
 def _make_job(rng: random.Random, prompts, engine: Engine, options: SoakOptions) -> dict[str, Any]:

@@ -70,6 +70,17 @@ class Frozen:
     return self.head_VxD if self.draft_ids_Vd is None else self.head_VxD[self.draft_ids_Vd]
 
 
+  def cast_layers(self, dtype: Any) -> "Frozen":
+    """Returns the same with the weights of the target's layers in the dtype that it computes in.
+
+    Its layers would cast them anyway, but every step.
+    """
+    def cast(path, leaf):
+      is_weight = leaf.ndim == 2 and path[-1].key == "weight"
+      return leaf.astype(dtype) if is_weight else leaf
+    return self.replace(target_params=jax.tree_util.tree_map_with_path(cast, self.target_params))
+
+
 @flax.struct.dataclass
 class TrainState:
   """What a checkpoint holds (beside the data iterator's position).

@@ -69,6 +69,7 @@ def train(config: TrainConfig, *, target_config: TransformerConfig, drafter_conf
     on_step: called with the number of finished steps after each (for tests and progress).
   """
   objective = make_objective(config, target_config, drafter_config)
+  frozen = frozen.cast_layers(objective.target_dtype)
   state = step_lib.init_state(params, jax.random.key(config.seed), optimizer=config.optimizer)
   if checkpointer.latest_step() is not None:
     state, data_state = checkpointer.restore(state)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from dspark_jax.host_memory import count_used_bytes
 from dspark_jax.serving import soak
 from dspark_jax.serving.engine import Engine, EngineOptions
 from dspark_jax.serving.soak import SoakOptions, run_soak
@@ -47,6 +48,15 @@ class Forgetful(Engine):
     return is_first
 
 
+class Hoarder(Engine):
+  """Keeps a megabyte of every round for itself."""
+  hoard: list[bytes] = []
+
+  def _dispatch_round(self):
+    super()._dispatch_round()
+    self.hoard.append(b"x" * 2**20)
+
+
 @pytest.mark.parametrize("fault, problem", [(MixedUp, "mixed"), (Forgetful, "lost")])
 def test_the_soak_sees_a_planted_fault(monkeypatch, fault, problem):
   monkeypatch.setattr(soak, "Engine", fault)
@@ -55,8 +65,17 @@ def test_the_soak_sees_a_planted_fault(monkeypatch, fault, problem):
   assert getattr(report, problem) and problem in " ".join(report.find_problems())
 
 
+def test_the_soak_sees_a_leak(monkeypatch):
+  if count_used_bytes() is None:
+    pytest.skip("a C library without mallinfo2")
+  monkeypatch.setattr(soak, "Engine", Hoarder)
+  report = run_soak(*decode_cases.make_pair(), PROMPTS, engine_options=ENGINE, options=OPTIONS)
+  Hoarder.hoard.clear()
+  assert [p.split()[0] for p in report.find_problems()] == ["host"]
+
+
 def test_growth_is_a_problem():
   report = soak.SoakReport({"stop": 10}, 0, 0, [], [], 5, (1000, 1000), (10**8, 10**8), 9, 99)
   assert report.find_problems() == []
-  grown = dataclasses.replace(report, device_bytes=(1000, 10**6), resident_bytes=(10**8, 2 * 10**8))
-  assert [p.split()[0] for p in grown.find_problems()] == ["device", "resident"]
+  grown = dataclasses.replace(report, device_bytes=(1000, 10**6), host_bytes=(10**8, 2 * 10**8))
+  assert [p.split()[0] for p in grown.find_problems()] == ["device", "host"]

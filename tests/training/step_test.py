@@ -245,3 +245,13 @@ def test_bfloat16_option_runs_with_float32_parameters():
   rough = accumulate(params, cases.make_frozen(), batch, jax.random.key(0), objective=half)
   np.testing.assert_allclose(rough[0], exact[0], rtol=0.05)  # bf16 has 8 bits
   assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(rough[2]))
+
+
+def test_target_layers_cast_beforehand_change_nothing():
+  half = dataclasses.replace(cases.make_objective(), target_dtype=jnp.bfloat16)
+  params, batch, frozen = cases.make_params(half), stack(cases.make_batch()), cases.make_frozen()
+  cast = frozen.cast_layers(jnp.bfloat16)
+  assert cast.target_params["layers_0"]["mlp"]["up_proj"]["weight"].dtype == jnp.bfloat16
+  assert cast.head_VxD.dtype == jnp.float32  # the drafter reads it, and may compute in float32
+  run = lambda frozen: accumulate(params, frozen, batch, jax.random.key(0), objective=half)
+  jax.tree.map(np.testing.assert_array_equal, run(cast), run(frozen))
