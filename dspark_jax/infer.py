@@ -7,7 +7,7 @@ import os
 import sys
 
 from dspark_jax.api import DSpark, Generation
-from dspark_jax.host_memory import keep_freed_memory
+from dspark_jax.host_memory import tune_malloc
 from dspark_jax.scheduler.policies import EarlyStop, Lagged
 
 POLICIES = {"early_stop": EarlyStop, "lagged": Lagged}
@@ -48,7 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
   args = parse_args(argv)
-  keep_freed_memory()
+  tune_malloc()
   try:
     run(args)
   except BrokenPipeError:  # the reader went away, as `head` does

@@ -10,7 +10,7 @@ from absl import flags
 from absl import logging
 from ml_collections import config_flags
 
-from dspark_jax.host_memory import keep_freed_memory
+from dspark_jax.host_memory import tune_malloc
 
 
 def run(main: Callable[[ml_collections.ConfigDict], None], *, config: str) -> None:
@@ -19,7 +19,7 @@ def run(main: Callable[[ml_collections.ConfigDict], None], *, config: str) -> No
   A misspelt field, an unknown flag and whatever `main` refuses end in one line on stderr and a
   non-zero exit status.
   """
-  keep_freed_memory()
+  tune_malloc()
   with _as_one_line():  # the default is read, with the changes of the command line, right here
     flag = config_flags.DEFINE_config_file("config", config, "What to run; --config.FIELD=VALUE "
                                            "changes a field.", lock_config=True)

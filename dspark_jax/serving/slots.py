@@ -16,7 +16,7 @@ from dspark_jax import kv_cache
 from dspark_jax.decode import loop
 from dspark_jax.decode.state import PAD, DecodeState, Frame, init_stats
 from dspark_jax.sampling import SamplingParams
-from dspark_jax.scheduler.schedule import forget_requests
+from dspark_jax.scheduler.schedule import SchedulerState, forget_requests
 
 # Fields of the state with one row a request, that `insert` overwrites; tokens need a fill of PAD.
 _REQUEST_FIELDS = ("lens_B", "limits_B", "is_done_B", "is_valid_B", "cache", "drafter", "sampling",
@@ -84,9 +84,14 @@ def insert(state: DecodeState, fresh: DecodeState, slot: int) -> DecodeState:
   # policies share one program.
   scheduler = state.scheduler
   if scheduler is not None:
-    scheduler = forget_requests(scheduler, jnp.arange(state.lens_B.shape[0]) == slot)
+    scheduler = _forget(scheduler, jnp.int32(slot))
   return _insert(state.replace(scheduler=None), fresh, jnp.int32(slot)).replace(
       scheduler=scheduler)
+
+
+@functools.partial(jax.jit, donate_argnames=("scheduler",))
+def _forget(scheduler: SchedulerState, slot: jax.Array) -> SchedulerState:
+  return forget_requests(scheduler, jnp.arange(scheduler.num_drawn_B.shape[0]) == slot)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
