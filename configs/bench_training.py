@@ -4,8 +4,8 @@
 
 Expected: a table with one row a side (seconds a step, first step with compilation, peak memory
 beyond weights, optimiser state and batch), the counted FLOPs of the step and the time that they
-need at this machine's best matrix product. SmolLM2's shape with random weights, whole vocabulary,
-float32; a step's time does not depend on the weights. Without PyTorch the peer is left out.
+need at this machine's best matrix product. SmolLM2's shape with random weights, whole vocabulary; a
+step's time does not depend on the weights. Without PyTorch the peer is left out.
 """
 
 import ml_collections
@@ -15,6 +15,7 @@ def get_config():
   config = ml_collections.ConfigDict()
   config.side = ""  # "" runs both, each in a process of its own; "ours" or "peer": this process
   config.peer = "tests.parity.training_peer"  # module; "" = none
+  config.dtype = "float32"  # of products; with "bfloat16" PyTorch runs under its autocast
   config.repeats = 3  # processes a side, taking turns; medians are over them
   config.steps = 3  # timed in each, after one that compiles
   config.seed = 0

@@ -26,7 +26,7 @@ def measure(config, side: str) -> dict:
   """Runs one side here: seconds and losses of its steps, bytes beyond what loading left."""
   module = importlib.import_module(OURS if side == "ours" else config.peer)
   shape = case.Shape(**config.shape.to_dict())
-  step = module.make_step(shape, case.make_arrays(shape, seed=config.seed))
+  step = module.make_step(shape, case.make_arrays(shape, seed=config.seed), dtype=config.dtype)
   gc.collect()
   loaded, seconds, losses = case.current_bytes(), [], []
   for i in range(config.steps + 1):
@@ -37,7 +37,8 @@ def measure(config, side: str) -> dict:
       first_peak, is_reset = case.peak_bytes(), case.reset_peak()
   return dict(side=side, seconds=seconds[1:], first_s=seconds[0], losses=losses, is_reset=is_reset,
               loaded_bytes=loaded, peak_bytes=case.peak_bytes() - loaded,
-              first_peak_bytes=first_peak - loaded, matmul_flops_per_s=module.measure_matmul())
+              first_peak_bytes=first_peak - loaded,
+              matmul_flops_per_s=module.measure_matmul(config.dtype))
 
 
 def run_apart(side: str, argv: list[str]) -> dict:
@@ -58,6 +59,7 @@ def compare(config, argv: list[str]) -> dict:
     print("no peer: " + ("torch is not installed" if config.peer else "none asked for"))
   runs = [run_apart(side, argv) for _ in range(config.repeats) for side in sides]
   median = lambda side, read: statistics.median(read(r) for r in runs if r["side"] == side)
+  print(f"products in {config.dtype}")
   print("| side | s a step | first step, s | peak MB over loaded |\n|---|---|---|---|")
   rows = {}
   for side in sides:
@@ -83,6 +85,8 @@ def main(config):
   if config.side not in ("", "ours", "peer") or min(config.repeats, config.steps) < 1:
     raise ValueError(f"side, repeats, steps: found {config.side!r}, {config.repeats} and "
                      f"{config.steps}, expected '', 'ours' or 'peer' and positive integers")
+  if config.dtype not in ("float32", "bfloat16"):
+    raise ValueError(f"dtype: found {config.dtype!r}, expected 'float32' or 'bfloat16'")
   if config.side:
     print(json.dumps(measure(config, config.side)))
     return

@@ -88,9 +88,10 @@ def test_without_torch_one_clear_line(monkeypatch, capsys, tmp_path):
   assert "peaks include the first step's" in text
 
 
-def test_a_process_of_its_own(monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_process_of_its_own(monkeypatch, dtype):
   monkeypatch.chdir(ROOT)
-  flags = [*FLAGS, "--config.steps=2", "--config.shape.num_prompt=2"]
+  flags = [*FLAGS, "--config.steps=2", "--config.shape.num_prompt=2", f"--config.dtype={dtype}"]
   run = bench_training.run_apart("ours", flags)
   assert run["side"] == "ours" and len(run["seconds"]) == 2 and len(run["losses"]) == 3
   assert all(0 < loss < 10 for loss in run["losses"]) and run["losses"][0] != run["losses"][1]
@@ -102,3 +103,8 @@ def test_a_process_of_its_own(monkeypatch):
 def test_bad_options_are_named(changes):
   with pytest.raises(ValueError, match="^side, repeats, steps: found"):
     bench_training.main(get_config(**changes))
+
+
+def test_an_unknown_dtype_is_named():
+  with pytest.raises(ValueError, match="^dtype: found 'float8'"):
+    bench_training.main(get_config(dtype="float8"))

@@ -1,7 +1,7 @@
 """Plain PyTorch's side of bench_training: the same step, as one would write it down.
 
-Written from `reference-semantics` (sections 2-5) and the paper, eager and float32, every law of
-every draft at once. PyTorch is needed here and nowhere else.
+Written from `reference-semantics` (sections 2-5) and the paper, eager, every law of every draft at
+once. PyTorch is needed here and nowhere else.
 """
 
 import time
@@ -123,8 +123,8 @@ def compute_loss(s: case.Shape, target, drafter, ids, loss_mask, positions_BA):
   return (weights * each).sum() / (weights.sum() + 1e-6)
 
 
-def make_step(shape: case.Shape, arrays: dict) -> Callable[[], float]:
-  """As `experiments._training_ours.make_step`."""
+def make_step(shape: case.Shape, arrays: dict, *, dtype: str) -> Callable[[], float]:
+  """As `experiments._training_ours.make_step`; bfloat16 by autocast, as its users have it."""
   target, drafter = to_torch(arrays["target"]), to_torch(arrays["drafter"], requires_grad=True)
   ids, loss_mask = (torch.tensor(arrays[name]).long() for name in ("input_ids", "loss_mask"))
   optimizer = torch.optim.AdamW(leaves(drafter), lr=case.LEARNING_RATE, weight_decay=0.0)
@@ -135,7 +135,8 @@ def make_step(shape: case.Shape, arrays: dict) -> Callable[[], float]:
     draws = torch.where(is_candidate > 0, torch.rand(ids.shape), 2.0)
     positions = draws.argsort(dim=1)[:, :shape.num_anchors].sort(dim=1).values
     optimizer.zero_grad(set_to_none=True)
-    loss = compute_loss(shape, target, drafter, ids, loss_mask, positions)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
+      loss = compute_loss(shape, target, drafter, ids, loss_mask, positions)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(leaves(drafter), case.CLIP_NORM)
     optimizer.step()
@@ -144,9 +145,10 @@ def make_step(shape: case.Shape, arrays: dict) -> Callable[[], float]:
   return step
 
 
-def measure_matmul() -> float:
+def measure_matmul(dtype: str) -> float:
   """As `experiments._training_ours.measure_matmul`."""
-  x, y, seconds = torch.randn(1024, 576), torch.randn(576, 8192), []
+  x, y = (torch.randn(shape, dtype=getattr(torch, dtype)) for shape in ((1024, 576), (576, 8192)))
+  seconds = []
   for _ in range(6):
     started = time.perf_counter()
     x @ y

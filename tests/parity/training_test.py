@@ -54,7 +54,8 @@ def test_both_sides_compute_the_same_loss_and_gradients():
                                err_msg=jax.tree_util.keystr(path))
 
 
-def test_a_step_learns():
-  step = training_peer.make_step(SHAPE, case.make_arrays(SHAPE, seed=0))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_learns(dtype):
+  step = training_peer.make_step(SHAPE, case.make_arrays(SHAPE, seed=0), dtype=dtype)
   first, *_, last = [step() for _ in range(30)]
   assert last < first
