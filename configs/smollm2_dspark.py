@@ -38,6 +38,8 @@ def get_config():
   train.batch_size = 4
   train.accumulation = 1
   train.num_anchors = 128
+  train.dtype = "float32"  # of the drafter's products; see README on bfloat16
+  train.target_dtype = "float32"
   train.max_minutes = 0.0
   train.log_every = 10
   train.checkpoint_every = 200
