@@ -1,6 +1,7 @@
 """How a CPU process treats memory that XLA has freed, and how much is in use."""
 
 import ctypes
+import os
 import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of malloc.h
@@ -48,16 +49,25 @@ def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
 
 
 def count_used_bytes() -> int | None:
-  """Returns the bytes that a process uses, None where the C library cannot tell.
+  """Returns the bytes that a process uses, None where the system cannot tell.
 
-  They are what malloc has handed out and not got back: on CPU XLA's arrays, programs and scratch
-  memory too, and no matter what the highest peak was; and Python's small objects, of which only the
-  number is known, as if each had 64 bytes.
+  They are what malloc has handed out and not got back: on CPU XLA's arrays and scratch memory too,
+  and no matter what the highest peak was; and Python's small objects, of which only the number is
+  known, as if each had 64 bytes. Where the C library does not count (glibc before 2.33, or another)
+  they are what is resident.
   """
   try:
     mallinfo2 = ctypes.CDLL(None).mallinfo2
-  except (AttributeError, OSError, TypeError):  # not glibc, or one before 2.33
-    return None
+  except (AttributeError, OSError, TypeError):
+    return _count_resident_bytes()
   mallinfo2.restype = _MallInfo2
   found = mallinfo2()
   return found.uordblks + found.hblkhd + 64 * sys.getallocatedblocks()
+
+
+def _count_resident_bytes() -> int | None:
+  try:
+    with open("/proc/self/statm", encoding="ascii") as file:
+      return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+  except OSError:  # not Linux
+    return None

@@ -114,15 +114,20 @@ def peak_bytes() -> int:
   return peak if sys.platform == "darwin" else peak * 1024
 
 
-def reset_peak() -> bool:
-  """Starts `peak_bytes` anew from what is in use now; says whether this system (Linux) can.
-
-  What a compiler allocated and freed would stay with the process, so it is given back first.
-  """
+def give_back_freed() -> None:
+  """Returns to the system what was allocated and freed, by a compiler or in loading."""
   try:
     ctypes.CDLL(None).malloc_trim(0)
+  except (AttributeError, OSError, TypeError):  # not glibc
+    pass
+
+
+def reset_peak() -> bool:
+  """Starts `peak_bytes` anew from what is in use now; says whether this system (Linux) can."""
+  give_back_freed()
+  try:
     with open("/proc/self/clear_refs", "w", encoding="ascii") as f:
       f.write("5")
-  except (AttributeError, OSError):
+  except OSError:
     return False
   return True

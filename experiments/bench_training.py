@@ -28,6 +28,7 @@ def measure(config, side: str) -> dict:
   shape = case.Shape(**config.shape.to_dict())
   step = module.make_step(shape, case.make_arrays(shape, seed=config.seed), dtype=config.dtype)
   gc.collect()
+  case.give_back_freed()
   loaded, seconds, losses = case.current_bytes(), [], []
   for i in range(config.steps + 1):
     started = time.perf_counter()
