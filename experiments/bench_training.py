@@ -53,10 +53,9 @@ def run_apart(side: str, argv: list[str]) -> dict:
 
 def compare(config, argv: list[str]) -> dict:
   """Runs both sides in turn and prints the table."""
-  sides = ["ours"]
-  if config.peer and importlib.util.find_spec("torch"):
-    sides.append("peer")
-  else:
+  has_peer = config.peer and importlib.util.find_spec("torch")
+  sides = ["ours", "peer"] if has_peer else ["ours"]
+  if not has_peer:
     print("no peer: " + ("torch is not installed" if config.peer else "none asked for"))
   runs = [run_apart(side, argv) for _ in range(config.repeats) for side in sides]
   median = lambda side, read: statistics.median(read(r) for r in runs if r["side"] == side)
@@ -71,7 +70,7 @@ def compare(config, argv: list[str]) -> dict:
     print(f"| {side} | {row['step_s']:.3f} | {row['first_s']:.1f} | {row['peak_mb']:.0f} |")
   if not all(r["is_reset"] for r in runs):
     print("peaks include the first step's, compilation and all: this system cannot reset them")
-  if len(sides) == 2:
+  if has_peer:
     print(f"ours is {rows['peer']['step_s'] / rows['ours']['step_s']:.2f} times as fast with "
           f"{rows['ours']['peak_mb'] / rows['peer']['peak_mb']:.2f} of the memory")
   flops = case.count_flops(case.Shape(**config.shape.to_dict()))
@@ -91,10 +90,9 @@ def main(config):
   if config.side:
     print(json.dumps(measure(config, config.side)))
     return
-  result = compare(config, sys.argv[1:])
   out = pathlib.Path(config.out)
   out.parent.mkdir(parents=True, exist_ok=True)
-  out.write_text(json.dumps(result, indent=1) + "\n")
+  out.write_text(json.dumps(compare(config, sys.argv[1:]), indent=1) + "\n")
   print(f"-> {out}")
 
 
