@@ -37,6 +37,7 @@ def get_config(variant: str = "dspark"):
   drafter.markov_rank = 256 if variant == "dspark" else 0
   drafter.markov_head_type = "vanilla"
   drafter.enable_confidence_head = variant == "dspark"
+  drafter.copy_ngram = 0  # longest match of the copy head, which the paper has not
   drafter.target_layer_ids = (1, 9, 17, 25, 33)
   drafter.mask_token_id = 151669  # beyond the tokenizer's ids, inside the padded embedding
 
