@@ -1,6 +1,7 @@
 """Test settings for the whole suite, and the fixture for the shared golden data."""
 
 import gc
+import importlib.metadata
 import os
 import pathlib
 import sys
@@ -11,6 +12,14 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 import jax
 import pytest
+
+# XLA's newer fusion emitters for CPUs took some 60% of compilation where that was looked at, and
+# compilation is most of the suite's time. With another jax line, in processes that tests start, and
+# in CI's notebook, programs are compiled as users compile them.
+if importlib.metadata.version("jaxlib").startswith("0.10.") and "XLA_FLAGS" not in os.environ:
+  os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+  jax.devices()  # reads it, once a process
+  del os.environ["XLA_FLAGS"]  # libtpu and other versions die of flags they do not know
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
