@@ -73,6 +73,7 @@ def saved(tmp_path):
           rope=RopeConfig("yarn", 1e4, 4.0, original_max_position_embeddings=32)), True),
     (dict(confidence_head_with_markov=False, sample_from_anchor=False), False),
     (dict(qk_norm=False, rope=RopeConfig("linear", 1e4, 2.0)), False),
+    (dict(copy_ngram=2), False),
 ])
 def test_round_trip_is_bit_exact(tmp_path, dtype, overrides, is_reference):
   config = make_config(**overrides)
